@@ -263,6 +263,21 @@ def unpack(decode):
     return define
 
 
+def halves_of_e4m3(_):
+    first = np.arange(65536)
+    pairs = np.stack([first, first ^ 0xFFFF], 1).reshape(-1)
+    halves = [E4M3[values].astype(np.float16) for values in (pairs & 0xFF, pairs >> 8)]
+    low, high = (np.where(np.isnan(x), 0x7FFF, x.view(np.uint16)).astype(np.uint32) for x in halves)
+    return low | high << 16
+
+
+def permute_bytes(words):
+    given = words.view(np.uint8).reshape(-1, 32, 4)
+    permuted = given[..., [0, 2, 1, 3]].copy()
+    permuted[1::2] = given[1::2][..., [2, 3, 0, 0]]
+    return permuted.view(np.uint32).reshape(-1)
+
+
 def multiply(decode, to_bits):
     def define(words):
         a, b = (decode(np.ascontiguousarray(words.reshape(-1, 2)[:, i]).view(np.uint16)) for i in (0, 1))
@@ -514,6 +529,8 @@ EXACT = {
     "pack/bf16_any_magnitude": pack(bfloat16_bits),
     "multiply/f16": multiply(lambda bits: bits.view(np.float16), half_bits),
     "multiply/bf16": multiply(bfloat16_values, bfloat16_bits),
+    "halves_of_e4m3": halves_of_e4m3,
+    "permute_bytes": permute_bytes,
     "unpack/f16": unpack(lambda bits: bits.view(np.float16)),
     "unpack/bf16": unpack(bfloat16_values),
     "mul_rn": mul_rn,

@@ -29,6 +29,7 @@
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/instructions.cuh"
+#include "tile/e4m3_fragments.cuh"
 #include "tile/fragments.cuh"
 #include "tile/multiply.cuh"
 #include "tile/stage_ring.cuh"
@@ -39,6 +40,7 @@ namespace ffpa {
 template <class Config>
 class ForwardMmaSplit {
   using Element = typename Config::Dtype;
+  using Probability = typename Config::Probability;
   static constexpr int kRows = Config::kRows;
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kColumns = Config::kColumns;
@@ -137,11 +139,42 @@ class ForwardMmaSplit {
     for (RowState& state : states_) state = {};
 
     if (first_tile_ == end_tile_) return;
+    if constexpr (Config::kPaged) {
+      page_of_lane_ = look_up(first_tile_);
+      page_ahead_ = look_up(first_tile_ + 1);
+    }
     if (params_.q_resident) {  // Q belongs to the first step's copies
       for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, rows, step);
     }
+    if constexpr (Config::kE4m3) {
+      ptx::cp_async_commit_group();
+      scales_ = scales_of_head(params_, rows);
+    }
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
     for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
+    if constexpr (Config::kE4m3) interleave_queries();
+  }
+
+  // Puts the columns of Q, which is resident, into the order that fragments of 8-bit keys have.
+  FFPA_DEVICE void interleave_queries() const {
+    constexpr int kPairs = kKeyColumns / 16;  // pairs of chunks in a row of a step
+    ptx::cp_async_wait_group<0>();            // Q alone is in a group
+    ptx::sync_block();
+    FFPA_NO_UNROLL
+    for (int i = thread_; i < key_steps_ * kRows * kPairs; i += kThreads) {
+      const int row = i / kPairs, chunk = i % kPairs * 2;  // rows of all steps, one after the other
+      const auto smem = [&](int of_pair) {
+        return q_smem_ + row / kRows * Config::kQueryStepBytes +
+               Config::query_layout().offset(row % kRows, chunk + of_pair);
+      };
+      uint32_t first[4], second[4];
+      ptx::ld_shared_16(first, smem(0));
+      ptx::ld_shared_16(second, smem(1));
+      tile::interleave(first, second);
+      ptx::st_shared_16(smem(0), first);
+      ptx::st_shared_16(smem(1), second);
+    }
+    ptx::sync_block();
   }
 
   // ---- the steps of K and V on their way into shared memory ----
@@ -180,6 +213,15 @@ class ForwardMmaSplit {
     }
     next.group = 0;
     ++next.tile;
+    if constexpr (Config::kPaged) {
+      page_of_lane_ = page_ahead_;
+      page_ahead_ = look_up(next.tile + 1);
+    }
+  }
+
+  // Returns the page of the lane's own run of keys in a tile.
+  FFPA_DEVICE int look_up(int tile) const {
+    return page_of_lane<kKeys>(arguments_.key_pages, params_.paged, keys_.get(), tile * kKeys, lane_);
   }
 
   FFPA_DEVICE void copy_queries(uint32_t target_smem, const SharedRowTile& rows, int step) const {
@@ -204,8 +246,13 @@ class ForwardMmaSplit {
   FFPA_DEVICE void copy_async(uint32_t slot, const typename Config::Layout& layout, const Window& window, int key,
                               int column) const {
     if constexpr (Config::kPaged) {
-      copy_paged_keys_async<kCopiedRows, kCopiedColumns, kThreads>(slot, layout, arguments_.key_pages, params_.paged,
-                                                                   window, key, column, thread_);
+      constexpr int kPerElement = Config::kPerElement;
+      Window of_16_bits = window;
+      of_16_bits.columns /= kPerElement;
+      const int run = key % kKeys / kPageStep;  // of those that lanes know, the first one that is copied
+      const int page = run == 0 ? page_of_lane_ : ptx::shfl_idx(page_of_lane_, (lane_ + run) % 32);
+      copy_paged_keys_async<kCopiedRows, kCopiedColumns / kPerElement, kThreads>(
+          slot, layout, arguments_.key_pages, params_.paged, of_16_bits, page, key, column / kPerElement, thread_);
     } else {
       tile::copy_tile_async<kCopiedRows, kCopiedColumns, kThreads>(slot, layout, tile::window_at(window, key, column),
                                                                    thread_);
@@ -272,13 +319,27 @@ class ForwardMmaSplit {
         ptx::ldmatrix_x4(
             b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
       };
-      tile::add_product<Element, Config::kAhead, kKeyColumns / 16>(s, load_a, load_b);
+      if constexpr (Config::kE4m3) {  // a chunk is a depth, and so two of them are
+        tile::add_product_of_e4m3<Element, false, kKeyColumns / 16>(s, load_a, load_b);
+      } else {
+        tile::add_product<Element, Config::kAhead, kKeyColumns / 16>(s, load_a, load_b);
+      }
       feed<kOfKeys>().ring.end_use();
     }
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
       for (int n = 0; n < kScoreN; ++n) s[m][n].get(scores[m][n]);
+    }
+    if constexpr (Config::kE4m3) {
+      FFPA_UNROLL
+      for (int m = 0; m < kScoreM; ++m) {
+        FFPA_UNROLL
+        for (int n = 0; n < kScoreN; ++n) {
+          FFPA_UNROLL
+          for (float& score : scores[m][n]) score *= scales_.k;
+        }
+      }
     }
   }
 
@@ -307,7 +368,7 @@ class ForwardMmaSplit {
         const int chunk = score_key() / tile::kChunkElements + n;
         const uint32_t within_chunk = tile::c_coordinate(lane, 0).column * sizeof(uint16_t);
         ptx::st_shared_4(p_smem_ + Config::probability_layout().offset(row, chunk) + within_chunk,
-                         ptx::pack<Element>(p0, p1));
+                         ptx::pack<Probability>(p0, p1));
       }
       state.sum[h] += sum;
     });
@@ -347,7 +408,16 @@ class ForwardMmaSplit {
         const int chunk = pair_column(pair) / tile::kChunkElements;
         ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
       };
-      tile::add_product<Element, Config::kAhead, kValueRows / 16>(out, load_a, load_b);
+      if constexpr (Config::kE4m3) {  // a chunk has the columns of a pair, and a load the rows of two depths
+        tile::add_product_of_e4m3<Probability, true, kValueRows / 16>(
+            out, load_a, [&](uint32_t (&bytes)[4], int depths, int pair) {
+              const uint32_t rows_above = Config::value_layout().bytes(depths * 32);
+              ptx::ldmatrix_x4_trans(
+                  bytes, v_smem + Config::value_layout().offset(lane_, pair_column(pair) / 16) + rows_above);
+            });
+      } else {
+        tile::add_product<Element, Config::kAhead, kValueRows / 16>(out, load_a, load_b);
+      }
       feed<kOfValues>().ring.end_use();
     }
   }
@@ -416,6 +486,9 @@ class ForwardMmaSplit {
   int first_column_;
   int first_tile_, end_tile_;
 
+  int page_of_lane_,
+      page_ahead_;            // the page of the lane's own run, in the tile whose steps come next and in the one after
+  KeyScales scales_;          // of 8-bit keys
   RowState states_[kScoreM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
 

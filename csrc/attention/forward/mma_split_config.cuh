@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/params/attention_params.h"
 #include "attention/rows/item_grid.cuh"
@@ -21,7 +22,7 @@ namespace ffpa {
 // time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
 // scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, whether rows in shared memory are padded
 // instead of swizzled; kSerial, whether fragments are loaded when they are needed and not ahead; kPaged, whether keys
-// lie in pages.
+// lie in pages; kE4m3, whether they are 8-bit floats there, which become Dtype on the way to the tensor cores.
 template <class Fields>
 struct ForwardMmaSplitConfig : Fields {
   using Params = AttentionParams;
@@ -33,17 +34,18 @@ struct ForwardMmaSplitConfig : Fields {
 
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kMinBlocksPerSm = 1;
+  // Where rows are few, two blocks hide each other's softmax.
+  static constexpr int kMinBlocksPerSm = kRows < 32 ? 2 : 1;
   static constexpr int kAhead = Fields::kSerial ? 0 : 1;
 
-  // Two teams of warps share the rows (32 rows are all one team's). Only the ring of K and V steps connects them, so
-  // one computes products while the other is in its softmax.
+  // Two teams of warps share the rows (up to 32 rows are all one team's). Only the ring of K and V steps connects them,
+  // so one computes products while the other is in its softmax.
   static constexpr int kTeams = kRows >= 64 ? 2 : 1;
   static constexpr int kTeamWarps = kWarps / kTeams;
   static constexpr int kTeamRows = kRows / kTeams;
 
-  // Each warp of a team has 32 rows of S.
-  static constexpr int kScoreWarpRows = 32;
+  // Each warp of a team has 32 rows of S, if there are as many.
+  static constexpr int kScoreWarpRows = min_of(kTeamRows, 32);
   static constexpr int kScoreWarpsByKeys = kTeamWarps / (kTeamRows / kScoreWarpRows);
   static constexpr int kScoreWarpKeys = kKeys / kScoreWarpsByKeys;
   static_assert(kTeamRows % kScoreWarpRows == 0 && kScoreWarpKeys % 16 == 0, "warps share S evenly");
@@ -55,14 +57,22 @@ struct ForwardMmaSplitConfig : Fields {
   static_assert(kColumns % 64 == 0, "a row of a V step fills whole passes over the banks");
   static_assert(kKeyColumns % 32 == 0 && kValueRows % 16 == 0 && kKeys % kValueRows == 0, "steps are whole products");
 
+  // 8-bit rows are copied as rows of half as many elements.
+  // 8-bit V becomes Half at once, and P is rounded to it as well.
+  using Probability = std::conditional_t<Fields::kE4m3, Half, typename Fields::Dtype>;
+  static constexpr int kKeyBytes = Fields::kE4m3 ? 1 : 2, kPerElement = 2 / kKeyBytes;
+  static_assert(!(Fields::kPaged && Fields::kOwnRings), "lanes know the pages of one tile at a time");
+  static_assert(!Fields::kE4m3 || (Fields::kPaged && kKeyColumns % 32 == 0 && kValueRows % 32 == 0),
+                "8-bit fragments are loaded two products at a time");
+
   // Shared memory holds slots of the ring, then P, row statistics, barriers, the row tile and where its keys lie, and Q
   // where it is resident.
   using Layout = tile::RowLayout;
   FFPA_HOST_DEVICE static constexpr Layout query_layout() {
     return Layout(kKeyColumns * 2, Fields::kPadQ);
   }  // layout of one step
-  FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * 2, Fields::kPadK); }
-  FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * 2, Fields::kPadV); }
+  FFPA_HOST_DEVICE static constexpr Layout key_layout() { return Layout(kKeyColumns * kKeyBytes, Fields::kPadK); }
+  FFPA_HOST_DEVICE static constexpr Layout value_layout() { return Layout(kColumns * kKeyBytes, Fields::kPadV); }
   FFPA_HOST_DEVICE static constexpr Layout probability_layout() { return Layout(kKeys * 2); }
   static constexpr uint32_t kQueryStepBytes = query_layout().bytes(kRows);
   static constexpr uint32_t kKeyStepBytes = key_layout().bytes(kKeys);

@@ -12,6 +12,7 @@
 #include "base/math.h"
 #include "base/types.h"
 #include "ptx/instructions.cuh"
+#include "tile/e4m3_fragments.cuh"
 #include "tile/fragments.cuh"
 
 namespace ffpa {
@@ -70,8 +71,9 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
     tile::for_each_row<kScoreM>([&](int m, int h) {
       const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
       const bool writes = first_column_ == 0 && lane_ % 4 == 0;
-      const float factor =
+      float factor =
           finish_row(params_, rows, row, sink_of(params_, rows, row), states_[m].reference[h], row_sum(row), writes);
+      if constexpr (Config::kE4m3) factor *= scales_.v;
       ptx::sync_warp();  // all lanes have read the sums of these rows
       publish(m, h, factor);
     });
@@ -100,12 +102,17 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::write_as(const Out& out, int first_col
     for (int h = 0; h < 2; ++h) inverse[h] = statistic(partial_smem_, out_row(m, h));
     auto writer = out_writer<Element, kOutN, kParts>(params_, rows, out_row_begin() + m * 16, first_column, lane_);
     FFPA_UNROLL
-    for (int n = 0; n < kOutN; ++n) {
-      float values[4];
-      out[m][n].get(values);
+    for (int n = 0; n < kOutN; n += 2) {
+      float values[2][4];
       FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) values[e] *= inverse[e / 2];
-      writer.put(n, values, column_of);
+      for (int i = 0; i < 2; ++i) {
+        out[m][n + i].get(values[i]);
+        FFPA_UNROLL
+        for (int e = 0; e < 4; ++e) values[i][e] *= inverse[e / 2];
+      }
+      if constexpr (Config::kE4m3) tile::to_adjacent(values[0], values[1], lane_);
+      FFPA_UNROLL
+      for (int i = 0; i < 2; ++i) writer.put(n + i, values[i], column_of);
     }
   }
 }

@@ -10,7 +10,8 @@
 
 namespace ffpa {
 
-// A tensor [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements.
+// A tensor [batch, heads, rows, columns] of 16-bit elements; columns are adjacent, strides count elements. One of 8-bit
+// elements counts as one of half as many columns.
 struct TensorView {
   uint16_t* data;
   int64_t batch_stride;
@@ -55,6 +56,11 @@ struct PagedKeys {
   int entries;           // the most pages of a sequence
   int rows;              // rows of a page: a multiple of 16, or any number where a sequence has one page
   int pages;             // pages of the pool
+
+  // What 8-bit keys and values of a head are to be multiplied with, head · stride apart; null: 1.
+  const float* k_scale;
+  const float* v_scale;
+  int k_scale_stride, v_scale_stride;
 };
 
 struct AttentionParams {

@@ -10,6 +10,7 @@
 #include "attention/rows/row_tiles.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
+#include "base/types.h"
 #include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
 #include "tile/tile_copy.cuh"
@@ -38,6 +39,8 @@ struct PagedKeysInGmem {
   const uint16_t *k, *v;
   int first_row, sequence;
   RowRange seen;
+
+  FFPA_DEVICE MapPlace place() const { return {first_row, 0, sequence}; }
 };
 
 template <bool kPaged>
@@ -57,6 +60,20 @@ FFPA_DEVICE MmaKeys<kPaged> mma_keys(const AttentionParams& params, const RowTil
   }
 }
 
+// What the 8-bit keys and values of a head are to be multiplied with.
+struct KeyScales {
+  float k = 1, v = 1;
+};
+
+FFPA_DEVICE KeyScales scales_of_head(const AttentionParams& params, const RowTile& rows) {
+  const int head = rows.head() / params.group;
+  const auto of_head = [&](const float* scales, int stride) {
+    return scales == nullptr ? 1 : float_from_bits(ptx::ld_global_4(scales + head * stride));
+  };
+  return {of_head(params.paged.k_scale, params.paged.k_scale_stride),
+          of_head(params.paged.v_scale, params.paged.v_scale_stride)};
+}
+
 // A sequence's K or V: as a GmemWindow, but with the rows in pages.
 struct PagedWindow {
   const uint16_t* origin;
@@ -73,28 +90,31 @@ FFPA_DEVICE tile::GmemWindow window_of_v(const AttentionParams& params, const Ke
   return {keys.v, params.v.row_stride, keys.count, params.d_v};
 }
 FFPA_DEVICE PagedWindow window_of_k(const AttentionParams& params, const PagedKeysInGmem& keys) {
-  return {keys.k,     params.k.batch_stride, params.k.row_stride, {keys.first_row, 0, keys.sequence}, keys.seen,
-          params.d_qk};
+  return {keys.k, params.k.batch_stride, params.k.row_stride, keys.place(), keys.seen, params.d_qk};
 }
 FFPA_DEVICE PagedWindow window_of_v(const AttentionParams& params, const PagedKeysInGmem& keys) {
-  return {keys.v,    params.v.batch_stride, params.v.row_stride, {keys.first_row, 0, keys.sequence}, keys.seen,
-          params.d_v};
+  return {keys.v, params.v.batch_stride, params.v.row_stride, keys.place(), keys.seen, params.d_v};
 }
 
 // ---- copies ----
 
-// Does what copy_tile_async does, from row `key` on, a multiple of kPageStep, and from `column` on. Each lane looks up
-// one run of kPageStep keys, which lie in one page; the lanes that copy from there ask it. What pages outside the pool
+// Returns the page of the run of kPageStep keys that is the lane's own, of kRows keys from `key` on.
+template <int kRows>
+FFPA_DEVICE int page_of_lane(const KeyPages& key_pages, const PagedKeys& paged, const PagedKeysInGmem& keys, int key,
+                             int lane) {
+  static_assert(kRows % kPageStep == 0 && kRows / kPageStep <= 32, "each run has a lane");
+  return lane < kRows / kPageStep ? key_pages.look_up(paged, keys.place(), keys.seen, key + lane * kPageStep) : kNoPage;
+}
+
+// Does what copy_tile_async does, from row `key` on, a multiple of kPageStep, and from `column` on. Each lane knows the
+// page of one run of kPageStep keys, `of_lane`; the lanes that copy from there ask it. What pages outside the pool
 // would have becomes zeros.
 template <int kRows, int kColumns, int kThreads, class Layout>
 FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout, const KeyPages& key_pages,
-                                       const PagedKeys& paged, const PagedWindow& window, int key, int column,
-                                       int thread, ptx::CallSite site = ptx::CallSite()) {
+                                       const PagedKeys& paged, const PagedWindow& window, int of_lane, int key,
+                                       int column, int thread, ptx::CallSite site = ptx::CallSite()) {
   using Teams = tile::ChunkTeams<kColumns, kThreads>;
-  constexpr int kRuns = kRows / kPageStep;
-  static_assert(kRows % kPageStep == 0 && kRuns <= 32, "each run has a lane");
   const int lane = thread % 32, first_of_run = key + lane * kPageStep;
-  const int of_lane = lane < kRuns ? key_pages.look_up(paged, window.place, window.seen, first_of_run) : kNoPage;
   const PageRow at = key_pages.place_in(paged, of_lane, window.place.row, first_of_run);
   const uint32_t found = ptx::vote_ballot(at.page != kNoPage);
   const int64_t of_run = at.page == kNoPage ? 0 : at.page * window.page_stride + at.row * window.row_stride;

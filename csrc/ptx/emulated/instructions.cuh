@@ -143,6 +143,19 @@ inline uint32_t pack4(float first, float second, float third, float fourth) {
   return bits(first) | bits(second) << 8 | bits(third) << 16 | bits(fourth) << 24;
 }
 
+inline void halves_of_e4m3(uint32_t (&halves)[2], uint32_t four) {
+  for (int i = 0; i < 2; ++i, four >>= 16) {
+    halves[i] = pack<Half>(to_float(E4M3{uint8_t(four)}), to_float(E4M3{uint8_t(four >> 8)}));
+  }
+}
+
+template <uint32_t kOrder>
+inline uint32_t permute_bytes(uint32_t value) {
+  uint32_t permuted = 0;
+  for (int i = 0; i < 4; ++i) permuted |= (value >> (kOrder >> 4 * i & 3) * 8 & 0xff) << 8 * i;
+  return permuted;
+}
+
 // `.ftz`: subnormal inputs and results count as zero, with their sign.
 inline float flush_subnormal(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 

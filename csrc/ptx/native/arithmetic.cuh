@@ -88,6 +88,33 @@ FFPA_DEVICE uint32_t pack4(float first, float second, float third, float fourth)
 }
 #undef FFPA_PACK4
 
+// cvt.rn.f16x2.e4m3x2: two convert four values, which is exact. They need sm_89; older GPUs compute.
+FFPA_DEVICE void halves_of_e4m3(uint32_t (&halves)[2], uint32_t four) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  mov.b32 {low, high}, %2;\n"
+      "  cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "  cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(four));
+#else
+  for (int i = 0; i < 2; ++i, four >>= 16) {
+    halves[i] = pack<Half>(to_float(E4M3{uint8_t(four)}), to_float(E4M3{uint8_t(four >> 8)}));
+  }
+#endif
+}
+
+// prmt.b32: puts the bytes of `value` into another order: byte i of the result is that of the number in digit i of
+// `order`, counted from the last one.
+template <uint32_t kOrder>
+FFPA_DEVICE uint32_t permute_bytes(uint32_t value) {
+  uint32_t permuted;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(permuted) : "r"(value), "n"(kOrder));
+  return permuted;
+}
+
 // The instructions are listed under "Floating Point Instructions: ex2, lg2, rcp, mul". The `.ftz` variants are
 // one instruction; without `.ftz` the compiler adds a scaling sequence for subnormals, which a softmax has no use for.
 // The asm is not volatile because the functions are pure.

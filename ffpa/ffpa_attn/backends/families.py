@@ -62,6 +62,8 @@ def _why_not_here(backend: str, p: Problem, flags: Mapping[str, Any]) -> str | N
 
 
 def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
+    if p.cache:
+        return "the mma forward alone reads 8-bit pages"
     if p.dtype in FP8_DTYPES:
         return fused_fp8.plan(p, flags)
     if p.direction == "backward":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from .. import env
@@ -17,9 +17,10 @@ from ..launching import attention_call
 from ..launching.attention_call import Call, Memo, forward_launch
 from ..launching.launch import multiprocessors
 from ..specs import archs
-from ..specs.problem import LEAST_SCALE, MOST_POSITIONS, Problem, visible_keys
+from ..specs.problem import E4M3, LEAST_SCALE, MOST_POSITIONS, Problem, visible_keys
 from ..specs.spec import (
     COLUMNS,
+    E4M3_SHAPES,
     MOST_COLUMNS,
     PAGED_COLUMNS,
     ROWS_HEAD_DIMS,
@@ -59,6 +60,7 @@ _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _MORE_ENDS = {256: 192}  # keys more for tiles of so many columns: their ring of one stage hides none of the first loads
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
+_SPLIT_WARPS = 8  # of a block in the split-D kernel
 _WITHOUT_HIDING = 8  # times as long, to the choice: what hides no loads is taken only where nothing else fits
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
@@ -107,14 +109,15 @@ def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stage
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_TILE_BYTES
 
-    def step(rows: int, columns: int, padded: bool) -> int:
-        return rows * (columns * 2 + 16 * padded)
+    def step(rows: int, columns: int, padded: bool, bytes_of_element: int = 2) -> int:
+        return rows * (columns * bytes_of_element + 16 * padded)
 
+    of_key = 1 if spec.e4m3 else 2
     query = step(spec.rows, spec.key_columns, spec.pad_q)
-    key = step(spec.keys, spec.key_columns, spec.pad_k) + (0 if q_resident else query)
-    value = step(spec.value_rows, spec.columns, spec.pad_v)
+    key = step(spec.keys, spec.key_columns, spec.pad_k, of_key) + (0 if q_resident else query)
+    value = step(spec.value_rows, spec.columns, spec.pad_v, of_key)
     slots = stages * key + value_stages * value if spec.own_rings else stages * max(key, value)
-    score_warps_by_keys = 256 // spec.rows
+    score_warps_by_keys = min(256 // spec.rows, _SPLIT_WARPS)
     statistics = (score_warps_by_keys + 1) * spec.rows * 4
     resident = -(-d_qk // spec.key_columns) * query if q_resident else 0
     barriers = 64 * (1 + spec.own_rings)
@@ -140,6 +143,9 @@ def _columns(d_v: int, paged: bool) -> int:
 def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]:
     """Gives pairs of (level, shape)."""
     paged = p.pages is not None
+    if p.cache:
+        yield from ((1, shape) for shape in E4M3_SHAPES if shape.columns >= p.d_v)
+        return
     if p.level in (1, None) and p.d_v <= MOST_COLUMNS:
         yield from ((1, shape) for shape in register_shapes(_columns(p.d_v, paged), acc, paged))
     if p.level == 2:
@@ -149,6 +155,7 @@ def _candidates(p: Problem, acc: tuple[str, str]) -> Iterator[tuple[int, Shape]]
         yield from ((3, shape) for shape in streamed_shapes(max(p.d_qk, p.d_v), acc))
 
 
+_BANDWIDTH = 4e6  # bytes of K and V a microsecond
 _LEAST_READERS = 0.9  # part of the multiprocessors that is taken to read as fast as all do
 _READS = {64: 0.82, 192: 0.85, 256: 0.93}  # part of the bandwidth that tiles of so many columns reach, where not all
 # Parts of so many columns that begin a multiple of 1,024 keys apart take so many times as long to read: with rows of
@@ -172,7 +179,8 @@ def _microseconds(p: Problem, level: int, shape: Shape, tile_heads: int, splits:
     rows_of_head = shape.rows // tile_heads
     on_a_diagonal = (rows_of_head + shape.keys) / 2 if p.visibility.bounded else 0  # keys of tiles beyond visible ones
     tiles = -(-(visible_keys(p) + on_a_diagonal) // (shape.keys * splits))
-    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / 4e6  # microseconds to read K and V from HBM once
+    # microseconds to read K and V from HBM once
+    memory = p.batch * p.heads_kv * p.n_k * (p.d_qk + p.d_v) * 2 / _BANDWIDTH
     memory /= _READS.get(shape.columns, 1)
     if splits > 1 and -(-p.n_k // (shape.keys * splits)) * shape.keys % _CHANNEL_KEYS == 0:
         memory *= _SAME_CHANNELS.get(shape.columns, 1)
@@ -186,6 +194,16 @@ def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap
     """Returns into how many parts the keys go: more than one if the row tiles alone would leave the GPU idle."""
     most = row_tiles.most_parts(p, shape.keys, workspace_cap)
     return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
+
+
+_KEY_COLUMN = {16: 0.7e-4, 32: 0.66e-4}  # microseconds for a key's column of 8 bits, by rows of a tile; on an H200
+_BLOCKS_OF_MULTIPROCESSOR = {16: 2, 32: 1}  # by rows of a tile, as the kernel's Config says
+
+
+def _pace_of_8_bits(p: Problem, shape: Shape) -> row_tiles.Pace:
+    blocks = archs.multiprocessors(p.arch) * _BLOCKS_OF_MULTIPROCESSOR[shape.rows]
+    of_key = _KEY_COLUMN[shape.rows] * (p.d_qk + shape.columns)
+    return row_tiles.Pace(shape.rows, shape.keys, blocks, of_key, _ENDS[1] * of_key, (p.d_qk + p.d_v) // 2, _BANDWIDTH)
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -209,7 +227,7 @@ def settings(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit:
     """Returns (stages, value_stages, q_resident) that fit: if nothing is forced, a resident Q before a longer ring, and
     a ring as long as fits.
     """
-    stages, resident = _stages(p, flags, [4, 3, 2, 1]), flags["ENABLE_FFPA_PERSIST_Q_G2S"]
+    stages, resident = _stages(p, flags, [4, 3, 2, 1]), spec.e4m3 or flags["ENABLE_FFPA_PERSIST_Q_G2S"]
     for q_resident in (True, False) if resident is None else (resident,):
         for n in stages:
             of_values = (flags["FFPA_PV_STAGES"] or n) if spec.own_rings else 0
@@ -283,7 +301,8 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     limit = archs.shared_memory_bytes(p.arch)
     plans = []
     for level, shape in _candidates(p, acc):
-        spec = _as_toggled(forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None), flags)
+        spec = forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None, p.cache is not None)
+        spec = _as_toggled(spec, flags)
         fitting = settings(spec, p, flags, limit)
         if fitting is None:
             continue
@@ -293,8 +312,13 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
             reason = f"level 3 needs {-(-of_a_block >> 20)} MiB of workspace for a block of {spec.rows} rows"
             continue
         heads = row_tiles.shared_heads(p, shape.rows)
-        splits = _splits(p, level, shape, heads, cap - of_a_block)
-        cost = _microseconds(p, level, shape, heads, splits)
+        if p.cache:
+            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, shape), heads)
+            cost, parts = row_tiles.fastest_parts(p, shape.rows, shape.keys, heads, cap, estimate)
+            splits = parts.count
+        else:
+            splits = _splits(p, level, shape, heads, cap - of_a_block)
+            cost = _microseconds(p, level, shape, heads, splits)
         stages, value_stages, q_resident = fitting
         of_plan = {"value_stages": value_stages, "tile_heads": heads, "microseconds": cost}
         plans.append(LevelPlan(spec, level, stages, q_resident, splits, **of_plan))
@@ -306,6 +330,16 @@ def _why_no_pages(p: Problem, flags: Mapping[str, Any]) -> str | None:
         return f"pages are read with acc='f32' alone, not {p.acc!r}"
     forced = next((flag for flag in env.EXPERIMENTS if flags[flag] is not None), None)
     return forced and f"the mma forward that reads pages knows no {forced}"
+
+
+def _why_no_8_bits(p: Problem) -> str | None:
+    if p.cache != E4M3:
+        return "copies bring 16 bytes, and 8-bit rows do not begin at a multiple of it, or are no multiple of it"
+    if p.level not in (None, 1):
+        return f"8-bit pages are read at level 1 alone, not {p.level}"
+    if p.d_v > MOST_COLUMNS:
+        return f"registers hold {MOST_COLUMNS} columns of O beside 8-bit pages, not {p.d_v}"
+    return None
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
@@ -325,8 +359,11 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
     if grid_of_heads and max(p.heads_q, p.batch) > _MOST_BLOCKS_OF_A_DIM:
         return f"ENABLE_FFPA_LAUNCH_GRID_DNHB=1: a grid of {p.heads_q} heads and {p.batch} batch entries is too large"
 
+    if p.cache and (reason := _why_no_8_bits(p)):
+        return reason
     whole_tiles = max(p.d_qk, p.d_v) <= ROWS_HEAD_DIMS[-1] or flags["ENABLE_FFPA_PERSIST_KV_G2S"]
-    families = (_rows_plan, _split_plan) if whole_tiles and p.level in (None, 1) else (_split_plan,)
+    whole_tiles = whole_tiles and p.level in (None, 1) and not p.cache
+    families = (_rows_plan, _split_plan) if whole_tiles else (_split_plan,)
     reasons = []
     for family in families:
         answer = family(p, acc, flags)

@@ -18,12 +18,13 @@ from .launch import CHANGE, READ, WRITE, Launch
 
 _LARGEST_INT = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_OF_PAGES = ("used", "table", "first", "added", "k_scale", "v_scale")
 _MASK_KINDS = {torch.bool: "kBool", torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
 
 
 class Pages(NamedTuple):
     """Where keys lie that are in pages: k and v are pools, [pages, heads, rows of a page, columns] views. Nobody reads what the
-    tensors hold on the host; all are int32, and None where a call has nothing of the kind.
+    tensors hold on the host; all but scales are int32, and None where a call has nothing of the kind.
     """
 
     used: torch.Tensor  # [B], keys of each sequence
@@ -32,6 +33,8 @@ class Pages(NamedTuple):
     first: torch.Tensor | None = None  # [B], the row on which a sequence of one page begins
     added: torch.Tensor | None = None  # [B + 1], offsets of rows that sequences have beside those that `used` counts
     more: int = 0  # rows that each sequence has beside those
+    k_scale: torch.Tensor | None = None  # of 8-bit keys: float32, one number or one for each head; None: 1
+    v_scale: torch.Tensor | None = None
 
     @property
     def entries(self) -> int:
@@ -65,6 +68,9 @@ def _pages(view: ctypes.Structure, pages: Pages, pool: torch.Tensor) -> None:
     view.pages, view.rows = (min(n, _LARGEST_INT) for n in (pool.shape[0], pool.shape[-2]))
     view.entries, view.more = min(pages.entries, _LARGEST_INT), min(pages.more, _LARGEST_INT)
     view.table_stride = 0 if pages.table is None else pages.table.stride(0)
+    view.k_scale_stride, view.v_scale_stride = (
+        int(scale is not None and scale.numel() > 1) for scale in (pages.k_scale, pages.v_scale)
+    )
 
 
 def lengths(q, k, offsets, pages: Pages | None = None) -> tuple[int, int]:
@@ -90,7 +96,7 @@ def describe(
     heads, rows, d_qk = q.shape[-3:]
     heads_kv, keys = k.shape[-3], k.shape[-2] if pages is None else pages.longest
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        strides(getattr(params, name), x)
+        strides(getattr(params, name), x if x.element_size() == q.element_size() else x.view(torch.int16))
     if mask is not None:
         _mask(params.mask, mask)
     params.batch = entries(q, offsets)
@@ -115,7 +121,7 @@ def forward_launch(
     spec: KernelSpec, q, k, v, out, mask, offsets, rule, pages: Pages | None = None, **settings
 ) -> Launch:
     """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
-    sinks, largest, and the tensors of pages: used, table, first, added.
+    sinks, largest, and the tensors of pages (_OF_PAGES).
     """
     params = structs.struct("AttentionParams")()
     describe(params, q, k, v, out, mask, offsets, rule, pages, **settings)
@@ -123,7 +129,7 @@ def forward_launch(
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
     memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result, "sinks": READ, "largest": CHANGE}
-    memory |= {f"paged.{name}": READ for name in ("used", "table", "first", "added")}
+    memory |= {f"paged.{name}": READ for name in _OF_PAGES}
     return Launch(spec, params, memory, q.device)
 
 
@@ -163,7 +169,7 @@ class Call(NamedTuple):
         if self.zeros:
             partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
-        of_pages = (pages.used, pages.table, pages.first, pages.added) if pages else (None,) * 4
+        of_pages = [getattr(pages, name, None) for name in _OF_PAGES]
         for launch in self.launches:
             launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
 

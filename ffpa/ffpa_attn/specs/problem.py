@@ -28,6 +28,7 @@ ACCS = tuple(acc.value for acc in MMAAccType)
 ALIGNS = ("bottom_right", "top_left")
 LAYOUTS = ("BHND", "BNHD")
 STAGES = (1, 2, 3, 4)
+E4M3 = "e4m3"  # a cache of 8-bit floats that kernels read
 FP8_DTYPES = ("e4m3", "e5m2")
 MOST_POSITIONS = 2**31 - 1024  # limit of row + key, with a tile beyond both, in kernels that count them in 32 bits
 HEAD_DIM_STEP = 8  # one access of 16 bytes to a row of a 16-bit type
@@ -90,6 +91,7 @@ class Problem(NamedTuple):
     largest: bool = False  # the largest scores of each head are wanted
     pages: tuple[int, int] | None = None  # keys lie in pages: (rows of a page, pages of a sequence)
     supposed: bool = False  # explain asks about an installed wheel, as this installation has no kernels
+    cache: str | None = None  # what K and V in pages are stored as, if not in the dtype of Q: 8-bit floats
 
     @property
     def group(self) -> int:
@@ -108,6 +110,7 @@ class Problem(NamedTuple):
             "sinks" if self.sinks else "",
             "largest logits" if self.largest else "",
             f"pages={self.pages[0]}" if self.pages else "",
+            f"{self.cache} cache" if self.cache else "",
             "V in K" if self.values_in_keys else "",
             f"level={self.level}" if self.level else "",
             f"acc={self.acc}" if self.acc != "f32" else "",

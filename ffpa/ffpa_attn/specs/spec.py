@@ -69,6 +69,7 @@ class ForwardMmaSplit(KernelSpec):
     pad_v: bool = False
     serial: bool = False  # fragments are loaded when they are needed, not ahead
     paged: bool = False  # keys lie in pages
+    e4m3: bool = False  # they are 8-bit floats there
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,19 @@ def register_shapes(columns: int, acc: tuple[str, str], paged: bool = False) -> 
     return [shapes[0], shapes[-1]] if paged else shapes
 
 
+# Tiles for 8-bit keys and values in pages: of 16 rows, of which an SM holds two blocks, and of 32. A server decodes few
+# rows; speeds are guesses beside those of 16 bits.
+E4M3_SHAPES = (
+    Shape(128, 16, 256, 64, 128, 100),
+    Shape(128, 32, 256, 128, 256, 150),
+    Shape(256, 16, 256, 64, 64, 110),
+    Shape(256, 32, 256, 128, 128, 170),
+    Shape(512, 16, 256, 64, 32, 110),
+    Shape(512, 32, 256, 128, 64, 190),
+    Shape(1024, 32, 256, 128, 32, 200),
+)
+
+
 def streamed_shapes(head_dim: int, acc: tuple[str, str]) -> list[Shape]:
     """Returns the tiles of level 3 for such a head dim: for many rows, and for 99 KB of shared memory."""
     table = tiles.STREAMED[acc[1]]
@@ -364,9 +378,9 @@ def rows_spec(
 
 
 def forward_spec(
-    dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False, paged: bool = False
+    dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False, paged: bool = False, e4m3: bool = False
 ) -> ForwardMmaSplit:
-    return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed, paged=paged)
+    return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed, paged=paged, e4m3=e4m3)
 
 
 def _paged_mma_specs(dtype: str, columns: Iterable[int], head_dims: Iterable[int]) -> Iterator[KernelSpec]:
@@ -377,6 +391,9 @@ def _paged_mma_specs(dtype: str, columns: Iterable[int], head_dims: Iterable[int
         yield from (forward_spec(dtype, acc, shape, paged=True) for shape in register_shapes(c, acc, paged=True))
     for d in tiles.STREAMED[acc[1]]:
         yield from (forward_spec(dtype, acc, shape, streamed=True, paged=True) for shape in streamed_shapes(d, acc))
+    for shape in E4M3_SHAPES:
+        if shape.columns in columns or shape.columns < COLUMNS[0]:
+            yield forward_spec(dtype, acc, shape, paged=True, e4m3=True)
 
 
 def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:

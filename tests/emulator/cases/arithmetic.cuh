@@ -52,6 +52,27 @@ void unpack_kernel(const uint32_t*, uint32_t* output) {
   }
 }
 
+// Converts every pair of 8-bit values, in either half; NaNs become canonical.
+FFPA_KERNEL(1024, 1) void halves_of_e4m3_kernel(const uint32_t*, uint32_t* output) {
+  const auto canonical = [](uint32_t half) { return (half & 0x7fff) > 0x7c00 ? 0x7fff : half; };
+  for (uint32_t pair = ptx::thread_x(); pair < 65536; pair += 1024) {
+    uint32_t halves[2];
+    ptx::halves_of_e4m3(halves, pair | (pair ^ 0xffff) << 16);
+    for (int i = 0; i < 2; ++i) {
+      ptx::st_global_4(output + 2 * pair + i, canonical(halves[i] & 0xffff) | canonical(halves[i] >> 16) << 16);
+    }
+  }
+}
+
+FFPA_KERNEL(32, 1) void permute_bytes_kernel(const uint32_t* input, uint32_t* output) {
+  const int lane = ptx::lane_id();
+  for (int i = 0; i < kValues; ++i) {
+    const uint32_t value = ptx::ld_global_4(input + i * 32 + lane);
+    ptx::st_global_4(output + i * 32 + lane,
+                     i % 2 == 0 ? ptx::permute_bytes<0x3120>(value) : ptx::permute_bytes<0x0032>(value));
+  }
+}
+
 template <int kFunction>
 FFPA_KERNEL(32, 1)
 void math_kernel(const uint32_t* input, uint32_t* output) {
@@ -84,6 +105,8 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<mul_rn_kernel>("mul_rn", Input::kFloats, 3 * kValues, kValues),
       {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
       {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
+      {"halves_of_e4m3", 80, Input::kBits, 1, 2 * 65536, 0, run_kernel<halves_of_e4m3_kernel, 1024, 0>},
+      warp_case<permute_bytes_kernel>("permute_bytes", Input::kBits, kValues, kValues),
       warp_case<math_kernel<0>>("ex2", Input::kFloats, kValues, kValues, 80, 4),
       warp_case<math_kernel<1>>("lg2", Input::kPositiveFloats, kValues, kValues, 80, 8),
       warp_case<math_kernel<2>>("rcp", Input::kPositiveFloats, kValues, kValues, 80, 2),

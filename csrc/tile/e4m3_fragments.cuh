@@ -1,0 +1,125 @@
+// B fragments of 16-bit elements for mma m16n8k16, made of matrices that lie in shared memory as e4m3. ldmatrix moves
+// units of 16 bits, which are two elements here: so a lane gets its elements in another order than of a 16-bit matrix.
+//
+//   B along its rows (K)    of 16 adjacent elements of a row, lane t of four has 4t … 4t + 3. They are the elements 2t,
+//                           2t + 1, 2t + 8, 2t + 9 of a product whose A lies in the order of interleave()
+//   B across them (V)       lane g of eight has two adjacent columns, 2g and 2g + 1: the first of two fragments gets
+//   the
+//                           even columns of 16, the second one the odd ones; to_adjacent() puts results in order
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "base/compiler.h"
+#include "base/types.h"
+#include "ptx/instructions.cuh"
+#include "tile/multiply.cuh"
+
+namespace ffpa::tile {
+
+// Makes the fragments of two times 8 rows of B from what ldmatrix gives of each. The conversions are exact.
+template <class Element>
+FFPA_DEVICE void b_pair_of_e4m3(uint32_t (&fragments)[4], uint32_t first, uint32_t second) {
+  FFPA_UNROLL
+  for (int rows = 0; rows < 2; ++rows) {
+    uint32_t halves[2];
+    ptx::halves_of_e4m3(halves, rows == 0 ? first : second);
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (std::is_same_v<Element, Half>) {
+        fragments[2 * rows + i] = halves[i];
+      } else {
+        float low, high;
+        ptx::unpack<Half>(halves[i], low, high);
+        fragments[2 * rows + i] = ptx::pack<Element>(low, high);
+      }
+    }
+  }
+}
+
+// Makes the fragments of the even and of the odd columns, of Half, from what a transposing ldmatrix gives of two times
+// 8 rows: each has two columns of one row, then of the next.
+FFPA_DEVICE void b_pair_of_e4m3_trans(uint32_t (&fragments)[4], uint32_t first, uint32_t second) {
+  FFPA_UNROLL
+  for (int rows = 0; rows < 2; ++rows) {
+    uint32_t of_column[2];
+    ptx::halves_of_e4m3(of_column, ptx::permute_bytes<0x3120>(rows == 0 ? first : second));
+    fragments[rows] = of_column[0];
+    fragments[2 + rows] = of_column[1];
+  }
+}
+
+// Puts 16 adjacent elements of A, two chunks of 8, into the order that b_pair_of_e4m3 asks for.
+FFPA_DEVICE void interleave(uint32_t (&first)[4], uint32_t (&second)[4]) {
+  const uint32_t units[8] = {first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]};
+  FFPA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    first[i] = units[2 * i];
+    second[i] = units[2 * i + 1];
+  }
+}
+
+// Computes sums += A · B as add_product() does, with B in e4m3. a(fragment, m, depth) brings A; bytes(raw, depths,
+// pair) loads what two depths, 2 · depths and the next one, have of a pair, in the order of depths if kAcross (for
+// b_pair_of_e4m3_trans, and so with an Element of Half), else of rows. All bytes are on their way before the first are
+// converted.
+template <class Element, bool kAcross, int kDepths, int kM, int kN, class LoadA, class LoadBytes>
+FFPA_DEVICE void add_product_of_e4m3(Accumulator<float> (&sums)[kM][kN], const LoadA& a, const LoadBytes& bytes) {
+  static_assert(kDepths % 2 == 0 && kN % 2 == 0, "bytes come for two depths and a pair of fragments");
+  constexpr int kPairs = kN / 2;
+  uint32_t raw[kDepths / 2][kPairs][4], a_rmem[2][kM][4];
+  FFPA_UNROLL
+  for (int depths = 0; depths < kDepths / 2; ++depths) {
+    FFPA_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) bytes(raw[depths][pair], depths, pair);
+  }
+  FFPA_UNROLL
+  for (int m = 0; m < kM; ++m) a(a_rmem[0][m], m, 0);
+  FFPA_UNROLL
+  for (int depth = 0; depth < kDepths; ++depth) {
+    FFPA_UNROLL
+    for (int m = 0; m < kM && depth + 1 < kDepths; ++m) a(a_rmem[(depth + 1) % 2][m], m, depth + 1);
+    FFPA_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const uint32_t (&of_depths)[4] = raw[depth / 2][pair];
+      uint32_t b[4];
+      if constexpr (kAcross) {
+        b_pair_of_e4m3_trans(b, of_depths[depth % 2 * 2], of_depths[depth % 2 * 2 + 1]);
+      } else {
+        b_pair_of_e4m3<Element>(b, of_depths[depth % 2], of_depths[2 + depth % 2]);
+      }
+      FFPA_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        sums[m][2 * pair].template multiply_add<Element>(a_rmem[depth % 2][m], b[0], b[1]);
+        sums[m][2 * pair + 1].template multiply_add<Element>(a_rmem[depth % 2][m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Turns C fragments of the even and of the odd columns of 16 into those of the first 8 and of the last 8.
+FFPA_DEVICE void to_adjacent(float (&even)[4], float (&odd)[4], int lane) {
+  const int quad = lane & ~3, t = lane % 4;
+  FFPA_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    float of_half[2][2];  // columns 2t and 2t + 1 of either half
+    FFPA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int from = quad + 2 * half + t / 2;  // that lane has columns 4 (t / 2) … of the half
+      FFPA_UNROLL
+      for (int column = 0; column < 2; ++column) {
+        const float (&held)[4] = column == 0 ? even : odd;
+        const float low = ptx::shfl_idx(held[2 * h], from), high = ptx::shfl_idx(held[2 * h + 1], from);
+        of_half[half][column] = t % 2 == 0 ? low : high;
+      }
+    }
+    FFPA_UNROLL
+    for (int column = 0; column < 2; ++column) {
+      even[2 * h + column] = of_half[0][column];
+      odd[2 * h + column] = of_half[1][column];
+    }
+  }
+}
+
+}  // namespace ffpa::tile
