@@ -125,6 +125,8 @@ def ffpa_varlen(
     return_max_logits: bool = False,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs ffpa on packed sequences: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; gives [Tq, Hq, Dv], LSE [Hq, Tq].
@@ -138,7 +140,8 @@ def ffpa_varlen(
     Dv]: those of sequence i are the first seqused_k[i] (int32 [B]) rows of pages block_table[i, 0], block_table[i, 1], and
     so on; cu_seqlens_k is None. The rows of a page are a multiple of 16. Several sequences may share a page. Entries behind
     the keys that are used, or before those that a window sees, may be anything; a page outside the pool counts as zeros.
-    There are no gradients. ffpa_with_kvcache writes new rows as well.
+    There are no gradients. ffpa_with_kvcache writes new rows as well, and says what 8-bit pools and their k_scale and v_scale
+    are.
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
@@ -147,9 +150,14 @@ def ffpa_varlen(
         out = arguments.one_output(o, out)
         max_seqlens = max_seqlen_q, max_seqlen_k
         page_checks.varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *max_seqlens)
-        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens)
+        scales = {
+            "k_scale": page_checks.scale_of("k_scale", k_scale, k.device),
+            "v_scale": page_checks.scale_of("v_scale", v_scale, k.device),
+        }
+        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, **scales)
         wanted = return_lse, return_max_logits
         return paged.attend(q, k, v, where, sinks, out, options, *wanted, names={"k_pages": "k", "v_pages": "v"})
+    page_checks.no_scales(k_scale, v_scale)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     plain = o is None and out is None and return_max_logits is False

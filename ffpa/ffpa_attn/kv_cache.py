@@ -38,6 +38,8 @@ def ffpa_with_kvcache(
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_max_logits: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Writes new keys and values into a cache, in place, and attends to all that it then has of each sequence.
@@ -56,6 +58,10 @@ def ffpa_with_kvcache(
     cache_batch_idx   int32 [B], which entry of a cache without pages each sequence has, if not its own number.
     cache_leftpad     int32 [B], the row of a cache without pages on which each sequence begins; cache_seqlens counts from
                       row 0.
+    k_scale, v_scale  of caches of torch.float8_e4m3fn, which hold keys / k_scale and values / v_scale while q has 16 bits:
+                      floats, or float32 tensors of one number or of one for each head, [Hkv]; None is 1. The result is the
+                      attention of the numbers times their scales. New rows are rounded to the nearest, at most 448 times the
+                      scale, unless they are e4m3 already. Where values are the first columns of keys, k_scale rounds both.
     max_seqlen_k      a bound of the keys of a sequence, new ones included; what the cache can hold if it is not given.
                       A call whose sequences are much shorter is faster with it.
 
@@ -71,6 +77,10 @@ def ffpa_with_kvcache(
         max_seqlen_q,
     )  # fmt: skip
     options = options_of(causal, align, scale, window, softcap, None, None, "f32", return_lse)
+    k_scale, v_scale = (
+        page_checks.scale_of(name, scale, k_cache.device)
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+    )
     names = _NAMES
     if cache_batch_idx is not None:
         block_table, names = cache_batch_idx[:, None], _NAMES | {"block_table": "cache_batch_idx"}
@@ -88,7 +98,7 @@ def ffpa_with_kvcache(
     more = page_checks.new_rows(k, cu_seqlens_k_new)
     where = paged.Where(
         cu_seqlens_q, cache_seqlens, block_table, q.shape[1] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k,
-        cache_leftpad, cu_seqlens_k_new, more,
+        cache_leftpad, cu_seqlens_k_new, more, k_scale, v_scale,
     )  # fmt: skip
     wanted = return_lse, return_max_logits
     new = None if k is None else (k, v)

@@ -78,8 +78,8 @@ LATER["sink_gradient_delta"] = (
 
 PAGED = (
     "Tensor? cu_seqlens_q, Tensor seqused_k, Tensor? block_table, Tensor? leftpad_k, Tensor? cu_seqlens_k_new, SymInt more_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks=None, *, Scalar? scale=None, bool causal=False, "
-    'str align="bottom_right", SymInt window_left=-1, SymInt window_right=-1, Scalar softcap=0., bool return_lse=True, '
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, *, Scalar? scale=None, "
+    'bool causal=False, str align="bottom_right", SymInt window_left=-1, SymInt window_right=-1, Scalar softcap=0., bool return_lse=True, '
     'int? level=None, str acc="f32", int? num_stages=None)'
 )
 POOLS = "Tensor q, Tensor k_pages, Tensor v_pages"
@@ -91,7 +91,7 @@ for _more, _result in (("", ""), ("_max_logits", ", Tensor max_logits")):
     }
 LATER["append_to_cache"] = (
     "ffpa_attn::append_to_cache(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cu_seqlens_k_new) -> ()"
+    "Tensor? block_table, Tensor? cu_seqlens_k_new, Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
 )
 
 

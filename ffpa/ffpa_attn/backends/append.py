@@ -43,6 +43,31 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
                 _by_pytorch(new, pages, cache_seqlens, table, added)
 
 
+_LARGEST_E4M3 = 448.0
+
+
+def as_stored(k, v, k_pages, v_pages, k_scale, v_scale) -> tuple[torch.Tensor, ...]:
+    """Returns rows and pools as append() takes them. Of 8-bit pools, rows are rounded to x / scale, and all are pairs of elements
+    where these are aligned.
+    """
+    if k_pages.element_size() > 1:
+        return k, v, k_pages, v_pages
+    with PlainTorch(k.device):
+        k, v = _rounded(k, k_scale, k_pages.dtype), _rounded(v, v_scale, v_pages.dtype)
+        pools = k_pages, v_pages
+        if all(x.shape[-1] % 16 == 0 and memory_checks.rows_problem(x) is None for x in pools):
+            k, v = (memory_checks.made_readable(x) for x in (k, v))
+            return tuple(x.view(torch.int16) for x in (k, v, *pools))
+        return tuple(x.view(torch.uint8) for x in (k, v, *pools))
+
+
+def _rounded(x, scale, dtype) -> torch.Tensor:
+    if x.dtype == dtype:
+        return x
+    x = x.float() if scale is None else x.float() / scale.reshape(-1, 1)
+    return x.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(dtype)
+
+
 def _launch(k, v, k_pages, v_pages, cache_seqlens, table) -> Launch | None:
     """Returns the kernel's launch, or None where PyTorch does it."""
     flags, spec = env.run_flags(), ForwardAppendRows()

@@ -56,6 +56,20 @@ class Packed:
         x[heads].scatter_reduce_(1, index.expand_as(value), value, "amax")
 
 
+class Dequantised:
+    """8-bit numbers in pages times the scale of their head, of which only what is asked for ever exists, in float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, pool: torch.Tensor, scale: torch.Tensor | None):
+        self.pool, self.scale, self.shape, self.device = pool, scale, pool.shape, pool.device
+
+    def rows(self, heads: slice, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Returns rows of these heads, [rows, heads, columns]."""
+        values = self.pool.view(torch.uint8)[:, heads][page, :, row].view(self.pool.dtype).float()
+        return values if self.scale is None else values.mul_(self.scale.expand(self.shape[1])[heads, None])
+
+
 class Paged:
     """The keys of one sequence, in pages of a pool [pages, heads, rows of a page, columns]: `table` has the pages, `first`
     the row on which the first begins. Only the keys of `needed` are read, [first, past the last) on the device: elsewhere,
@@ -74,8 +88,10 @@ class Paged:
         there = (row >= 0) & (row < len(self.table) * rows_of_page) & (page >= 0) & (page < pages)
         there &= (position >= least) & (position < end) & (position < self.true_length)
         if not pages:
-            return x.new_zeros(x.shape[1], len(position), x.shape[3])[heads]
-        value = x[:, heads][torch.where(there, page, 0), :, row % rows_of_page].transpose(0, 1)
+            return torch.zeros(x.shape[1], len(position), x.shape[3], dtype=x.dtype, device=x.device)[heads]
+        place = torch.where(there, page, 0), row % rows_of_page
+        value = x.rows(heads, *place) if isinstance(x, Dequantised) else x[:, heads][place[0], :, place[1]]
+        value = value.transpose(0, 1)
         return value.masked_fill_(~there[:, None], outside)
 
 

@@ -48,8 +48,9 @@ def made_readable(x) -> torch.Tensor:
 
 
 def rows(alignment: int = ROW_ALIGNMENT, **named) -> None:
+    """Checks how rows lie; those of 8-bit floats may lie anywhere."""
     for name, x in named.items():
-        if problem := rows_problem(x, alignment):
+        if problem := rows_problem(x, alignment if x.element_size() > 1 else 1):
             # Rows that only start at a wrong address would come back from contiguous() as they are; a clone is aligned.
             way_out = "clone" if problem.startswith("starts") else "contiguous"
             raise ValueError(f"`{name}` {problem}; make a copy with {name}.{way_out}()")

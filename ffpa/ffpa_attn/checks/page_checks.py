@@ -10,9 +10,11 @@ from numbers import Integral
 
 import torch
 
+from ..specs.problem import ROW_ALIGNMENT
 from . import arguments, memory_checks
 
 PAGE_ROWS = 16  # the rows of a page are a multiple of it, where a sequence may have several pages
+EIGHT_BITS = torch.float8_e4m3fn  # what keys and values may be stored as, whatever q is
 OF_TABLES = "[B, entries], the pages of each sequence"
 _ALLOCATE = "allocate the cache otherwise: a copy of it would take the rows, and be lost"
 
@@ -91,14 +93,14 @@ def changed(q, k_pages, v_pages) -> None:
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if x.device != q.device:
             raise ValueError(f"`{name}` is on {x.device} but `q` is on {q.device}; move q, k and v: .to({name}.device)")
-        if x.dtype != q.dtype:
+        if x.dtype not in (q.dtype, EIGHT_BITS):
             raise TypeError(
                 f"`{name}` has dtype {x.dtype} but `q` has {q.dtype}; cast q, k and v, or allocate the cache in their type: a "
                 "copy of it would take the rows, and be lost"
             )
         if torch.compiler.is_compiling():
             continue
-        problem = memory_checks.rows_problem(x)
+        problem = memory_checks.rows_problem(x, ROW_ALIGNMENT if x.dtype != EIGHT_BITS else 1)
         if not problem and x.numel() and not memory_checks.has_own_places(x):
             problem = "is expanded" if memory_checks.is_expanded(x) else "has rows that overlap or interleave"
             problem += f" (strides {x.stride()}), and new rows need places of their own"
@@ -123,9 +125,10 @@ def appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_ne
         arguments.has_rank(name, x, 3 if packed else 4, of_k)
         pool = k_pages if name == "k" else v_pages
         arguments.has_rank(f"{name}_pages", pool, 4, "[pages, rows, H, D]")
-        if x.dtype not in arguments.DTYPES:
+        to_be_rounded = pool.dtype == EIGHT_BITS and x.dtype in arguments.DTYPES
+        if x.dtype not in arguments.DTYPES and not x.dtype == pool.dtype == EIGHT_BITS:
             raise TypeError(f"`{name}` has dtype {x.dtype}; allowed: {arguments.names_of(arguments.DTYPES)}")
-        if x.dtype != pool.dtype:
+        if x.dtype != pool.dtype and not to_be_rounded:
             raise TypeError(
                 f"`{name}` has dtype {x.dtype} but `{name}_pages` has {pool.dtype}; they must agree: {name}.to({pool.dtype})"
             )
@@ -136,6 +139,11 @@ def appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_ne
                 f"`{name}` has {tuple(x.shape[-2:])} heads and columns but `{name}_pages` has {tuple(pool.shape[-2:])}; a row "
                 "must be as those of the pages are"
             )
+    if v_pages.dtype != k_pages.dtype or v.dtype != k.dtype:
+        raise TypeError(
+            f"`v_pages` has dtype {v_pages.dtype} and `v` {v.dtype}, but `k_pages` has {k_pages.dtype} and `k` {k.dtype}; keys and "
+            "values must be alike"
+        )
     if v.shape[:-2] != k.shape[:-2]:
         raise ValueError(
             f"`v` has rows {tuple(v.shape[:-2])} but `k` has {tuple(k.shape[:-2])}; each key needs one value"
@@ -155,11 +163,66 @@ def _pools(q, k, v) -> None:
     try:
         for name, x in (("k", k), ("v", v)):
             arguments.has_rank(name, x, 4, "[pages, rows, H, D]")
-        arguments.one_dtype_and_device(q, k, v, arguments.DTYPES)
+        if k.dtype in arguments.FP8 or v.dtype in arguments.FP8:
+            arguments.one_dtype_and_device(q, q, q, arguments.DTYPES)
+            _eight_bits(k, v)
+            for name, x in (("k", k), ("v", v)):
+                arguments.is_where(name, x, "q", q)
+        else:
+            arguments.one_dtype_and_device(q, k, v, arguments.DTYPES)
         arguments.agree("v", v.shape[0], "k", k.shape[0], "{} pages", "each key needs one value")
         arguments.rows_and_heads(q, k, v, 1, -2, "each key needs one value")
     except (TypeError, ValueError) as error:
         raise renamed(error, {"k": "k_pages", "v": "v_pages"}) from None
+
+
+def _eight_bits(k, v) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype not in arguments.DTYPES and x.dtype != EIGHT_BITS:
+            raise TypeError(
+                f"`{name}` has dtype {x.dtype}; allowed: the dtype of q, or {EIGHT_BITS} for keys and values"
+            )
+    if k.dtype != v.dtype:
+        raise TypeError(f"`v` has dtype {v.dtype} but `k` has {k.dtype}; keys and values must be stored alike")
+
+
+def scales(k_pages, k_scale, v_scale) -> None:
+    """Checks what 8-bit keys and values are to be multiplied with."""
+    heads = k_pages.shape[2]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_pages.dtype != EIGHT_BITS:
+            raise ValueError(
+                f"`{name}` is given but `k_pages` has dtype {k_pages.dtype}; scales belong to {EIGHT_BITS}: leave it away"
+            )
+        arguments.has_dtype(name, scale, torch.float32, f": {name}.float()")
+        arguments.is_where(name, scale, "k_pages", k_pages)
+        if tuple(scale.shape) not in ((), (1,), (heads,)):
+            raise ValueError(
+                f"`{name}` has shape {tuple(scale.shape)}; allowed: () or (1,) for all heads, or [Hkv] = ({heads},)"
+            )
+
+
+def scale_values(k_scale, v_scale) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not bool(((scale > 0) & (scale < torch.inf)).all()):
+            raise ValueError(f"`{name}` holds {scale.tolist()}; scales are finite and greater than 0")
+
+
+def scale_of(name: str, scale, device):
+    """Returns a scale as operators take it, of a number or a tensor."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"`{name}` is {arguments.described(scale)}; pass a float, or a float32 tensor of () or [Hkv]")
+    return torch.full((1,), float(scale), dtype=torch.float32, device=device)
+
+
+def no_scales(k_scale, v_scale) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise ValueError(f"`{name}` is given without `block_table`; keys in pages have scales: leave it away")
 
 
 def _pages(pool, x, batch: int, whose: str, used, table, first, added, of_lengths: str) -> None:

@@ -14,16 +14,17 @@ _MOST_KINDS = 4096
 _memos: dict[tuple, dict] = {}  # what each kind of call that was checked keeps
 
 
-def check(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new) -> None:
+def check(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, k_scale=None, v_scale=None) -> None:
     """Checks what needs no memory."""
     page_checks.appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new)
+    page_checks.scales(k_pages, k_scale, v_scale)
 
 
 def be_sure(*args, read: Iterable[int] = ()) -> dict:
     """Raises what appending would, and returns the memo of this kind of call; `args` are the operator's, and `read` are pages
     that will then be read, where these are known.
     """
-    k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new = args
+    k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, *scales = args
     flags = env.run_flags()
     in_pages, in_rows = values_in_keys(k_pages, v_pages), values_in_keys(k, v)
     key = (*map(seen, args), in_pages, in_rows, flags)
@@ -39,6 +40,7 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     if ahead and block_table is None:
         page_checks.one_use(range(len(cache_seqlens)), (), ahead)
     if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+        page_checks.scale_values(*(scales or (None, None)))
         more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
         if added is not None:
             memory_checks.offsets_values(added, "cu_seqlens_k_new", k.shape[0], k.shape[0], "k")
@@ -52,6 +54,7 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
 
 def append_to_cache(*args) -> None:
     memo = be_sure(*args)
+    *args, k_scale, v_scale = args if len(args) == 9 else (*args, None, None)
     block_table = args[5]
     if block_table is None or block_table.shape[1]:
-        append.append(*args, memo)
+        append.append(*append.as_stored(*args[:4], k_scale, v_scale), *args[4:], memo)

@@ -13,7 +13,7 @@ from ..backends.reference_rows import needed_keys
 from ..checks import arguments, memory_checks, page_checks
 from ..launching import native
 from ..launching.attention_call import Pages
-from ..specs.problem import ROW_ALIGNMENT, Problem, Visibility
+from ..specs.problem import E4M3, ROW_ALIGNMENT, Problem, Visibility
 
 
 def seen(x) -> tuple | None:
@@ -116,24 +116,27 @@ class Packed:
 
 class Paged:
     """Queries [T, H, D] with their offsets, or [B, N, H, D] without, whose keys are in pages [pages, rows, H, D]; `rule` are
-    the operator's options. Sinks and `largest` are as those of dense tensors.
+    the operator's options, and `scales` what 8-bit keys and values are to be multiplied with. Sinks and `largest` are as those of
+    dense tensors.
     """
 
     mask = None
     layout = "BNHD"
 
     def __init__(
-        self, k_pages, cu_q, used, table, first, added, more, max_q, max_k, sinks=None, largest=False, rule=None
-    ):
+        self, k_pages, cu_q, used, table, first, added, more, max_q, max_k, sinks=None, largest=False, rule=None,
+        scales=(None, None),
+    ):  # fmt: skip
         self._pool, self.cu_q, self.max_q, self.max_k = k_pages, cu_q, max_q, max_k
         self.of_keys = used, table, first, added, more
-        self.sinks, self.largest, self._rule = sinks, largest, rule or {}
+        self.sinks, self.largest, self._rule, self.scales = sinks, largest, rule or {}, scales
         self.read: list[int] = []  # pages that hold keys which rows see, once values are checked
 
     @cached_property
     def pages(self) -> Pages:
         used, table, first, added, more = self.of_keys
-        pages = Pages(used, table, 0, first, added, more)
+        scales = (None if scale is None else scale.contiguous() for scale in self.scales)
+        pages = Pages(used, table, 0, first, added, more, *scales)
         rows = self._pool.shape[1] if self._pool.shape[0] else 0
         return pages._replace(longest=min(self.max_k, pages.entries * rows))
 
@@ -152,10 +155,12 @@ class Paged:
             self.max_k,
             seen(self.sinks),
             self.largest,
+            *map(seen, self.scales),
         )
 
     def check(self, q, k, v) -> None:
         page_checks.paged(q, k, v, self.cu_q, *self.of_keys)
+        page_checks.scales(k, *self.scales)
         arguments.max_seqlen("max_seqlen_q", self.max_q)
         arguments.max_seqlen("max_seqlen_k", self.max_k)
         arguments.sinks(self.sinks, q, q.shape[-2])
@@ -163,6 +168,7 @@ class Paged:
     def check_values(self, q, k, flags) -> None:
         """Checks what tensors hold at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
         if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+            page_checks.scale_values(*self.scales)
             rows = [q.shape[1]] * len(q)
             if self.cu_q is not None:
                 memory_checks.offsets_values(self.cu_q, "cu_seqlens_q", q.shape[0], self.max_q, "max_seqlen_q")
@@ -224,8 +230,9 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
     Keys in pages have no backward.
     """
 
-    def of_pages(given: tuple) -> tuple:
-        return given if len(given) == 9 else (*given, None)  # sinks are last
+    def of_pages(k, given: tuple, largest: bool, options) -> Paged:
+        *of_keys, sinks, k_scale, v_scale = (*given, None, None, None)[:11]  # the last three may be left away
+        return Paged(k, *of_keys, sinks, largest, options, (k_scale, v_scale))
 
     def forwards(more: str, largest: bool) -> dict[str, Callable]:
         def dense(q, k, v, mask=None, sinks=None, *, layout="BHND", **options):
@@ -241,10 +248,10 @@ def operators(forward: Callable, backward: Callable) -> dict[str, Callable]:
             return forward(Packed(cu_q, cu_k, max_q, max_k, sinks, largest), q, k, v, out, options)
 
         def paged(q, k, v, *pages_and_sinks, **options):
-            return forward(Paged(k, *of_pages(pages_and_sinks), largest, options), q, k, v, None, options)
+            return forward(of_pages(k, pages_and_sinks, largest, options), q, k, v, None, options)
 
         def paged_out(q, k, v, out, *pages_and_sinks, **options):
-            return forward(Paged(k, *of_pages(pages_and_sinks), largest, options), q, k, v, out, options)
+            return forward(of_pages(k, pages_and_sinks, largest, options), q, k, v, out, options)
 
         return {
             f"forward{more}": dense,
@@ -294,6 +301,14 @@ def values_in_keys(k, v) -> bool:
     )
 
 
+def _cache(q, k, v) -> str | None:
+    """Returns what keys and values are stored as, if not as q: kernels read 8-bit rows 16 bytes at a time."""
+    if k.dtype == q.dtype:
+        return None
+    fits = all(x.shape[-1] % ROW_ALIGNMENT == 0 and memory_checks.rows_problem(x) is None for x in (k, v))
+    return E4M3 if fits else f"{E4M3} not aligned"
+
+
 _DTYPES = arguments.DTYPES | arguments.FP8
 
 
@@ -310,5 +325,5 @@ def describe(
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
         values_in_keys=values_in_keys(k, v), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
         sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and mask != "additive",
-        pages=form.pages and (k.shape[1], form.pages.entries),
+        pages=form.pages and (k.shape[1], form.pages.entries), cache=_cache(q, k, v),
     )  # fmt: skip

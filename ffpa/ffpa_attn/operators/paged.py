@@ -25,11 +25,19 @@ class Where(NamedTuple):
     leftpad_k: torch.Tensor | None = None
     cu_seqlens_k_new: torch.Tensor | None = None
     more_k: int = 0
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     def arguments(self) -> tuple:
         """Returns the operators' arguments, in order."""
-        cu_q, used, table, max_q, max_k, first, added, more = self
+        cu_q, used, table, max_q, max_k, first, added, more, *_ = self
         return cu_q, used, table, first, added, more, max_q, max_k
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """Returns those that are given, by name: 8-bit pools have them."""
+        both = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: scale for name, scale in both.items() if scale is not None}
 
 
 def attend(
@@ -47,11 +55,13 @@ def attend(
 
 def _attend(q, k_pages, v_pages, where, sinks, out, options, return_lse, return_max_logits, new):
     arguments.only_tensors(q=q, k_pages=k_pages, v_pages=v_pages, seqused_k=where.seqused_k)
-    arguments.tensors_or_none(sinks=sinks, out=out)
+    arguments.tensors_or_none(sinks=sinks, out=out, **where.scales)
     name = forms.operator_name("paged_forward" if out is None else "paged_forward_out", return_max_logits)
     rest = (*where.arguments(), sinks)
+    if where.scales:
+        rest += where.k_scale, where.v_scale
     tensors = [x for x in (k_pages, v_pages, out, *rest) if isinstance(x, torch.Tensor)]
-    page_checks.no_gradients(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, out=out)
+    page_checks.no_gradients(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, out=out, **where.scales)
     if out is not None and not torch.compiler.is_compiling():
         page_checks.beside(out, k_pages=k_pages, v_pages=v_pages)
     if new is not None:
@@ -76,6 +86,8 @@ def _cast(q, k, v) -> list[torch.Tensor]:
 def _append(q, k_pages, v_pages, out, where, sinks, options, largest, new) -> None:
     page_checks.no_gradients(k=new[0], v=new[1])
     args = *new, k_pages, v_pages, where.seqused_k, where.block_table, where.cu_seqlens_k_new
+    if where.scales:
+        args += where.k_scale, where.v_scale
     tensors = [x for x in args if x is not None]
     if torch.compiler.is_compiling():
         page_checks.changed(q, k_pages, v_pages)
@@ -86,7 +98,7 @@ def _append(q, k_pages, v_pages, out, where, sinks, options, largest, new) -> No
 
 def _be_sure(q, k_pages, v_pages, out, where, sinks, options, largest, args) -> None:
     """Raises what appending and the forward would."""
-    form = forms.Paged(k_pages, *where.arguments(), sinks, largest, options)
+    form = forms.Paged(k_pages, *where.arguments(), sinks, largest, options, (where.k_scale, where.v_scale))
     if not all(memory_checks.has_memory(x) for x in (q, *args) if x is not None):
         page_checks.changed(q, k_pages, v_pages)
         form.check(q, k_pages, v_pages)

@@ -15,10 +15,11 @@ _SINKS = "Tensor? sinks=None"
 _OF_SINKS = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor sinks, *, str layout='BHND'"
 _DENSE = f"Tensor? mask=None, {_SINKS}, {_RULE}, str layout='BHND', {_HOW}"
 _PACKED = f"{_OFFSETS}, {_SINKS}, {_RULE}, {_HOW}"
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"  # of 8-bit pools
 _POOLS = "Tensor k_pages, Tensor v_pages"
 _PAGED = (
     "Tensor? cu_seqlens_q, Tensor seqused_k, Tensor? block_table, Tensor? leftpad_k, Tensor? cu_seqlens_k_new, "
-    f"SymInt more_k, SymInt max_seqlen_q, SymInt max_seqlen_k, {_SINKS}, {_RULE}, {_HOW}"
+    f"SymInt more_k, SymInt max_seqlen_q, SymInt max_seqlen_k, {_SINKS}, {_SCALES}, {_RULE}, {_HOW}"
 )
 _FP8 = (
     f"{_QKV}, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, {_SINKS}, {_RULE}, "
@@ -39,7 +40,7 @@ SCHEMAS = (
     f"paged_forward_max_logits(Tensor q, {_POOLS}, {_PAGED}) -> (Tensor out, Tensor lse, Tensor max_logits)",
     f"paged_forward_out_max_logits(Tensor q, {_POOLS}, Tensor(a!) out, {_PAGED}) -> (Tensor lse, Tensor max_logits)",
     "append_to_cache(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cu_seqlens_k_new) -> ()",
+    f"Tensor? block_table, Tensor? cu_seqlens_k_new, {_SCALES}) -> ()",
     f"backward({_SAVED}, Tensor? mask=None, {_DELTA}, {_RULE}, str layout='BHND', bool mask_grad=False, "
     "bool fp32_grads=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     f"varlen_backward({_SAVED}, {_OFFSETS}, {_DELTA}, {_RULE}, bool fp32_grads=False) "

@@ -1,0 +1,240 @@
+"""Tests caches of e4m3 numbers: attention of the numbers times their scales, on the reference path, in the emulator and on a GPU."""
+
+import pages
+import pytest
+import torch
+from ffpa_attn import env, ffpa_varlen, ffpa_with_kvcache
+from ffpa_attn.backends import levels
+from ffpa_attn.launching import native
+from ffpa_attn.operators import ops
+from ffpa_attn.specs.spec import E4M3_SHAPES
+from ffpa_attn.testing import emulate
+
+E4M3 = torch.float8_e4m3fn
+CAUSAL = {"causal": True}
+# (d, d_v, layout of the pool, rows of a page, rows of q, keys, heads, rule)
+CASES = [
+    (64, 48, "NHD", 16, (70, 1, 0, 30), (150, 200, 40, 130), (4, 2), CAUSAL),
+    (128, 128, "interleaved", 48, (3, 1, 3, 40), (150, 600, 0, 129), (4, 2), {"softcap": 20.0, **CAUSAL}),
+    (256, 256, "HND", 64, (4, 1), (700, 300), (8, 2), {"window": (100, 0)}),
+    (512, 512, "beside", 16, (2, 1), (150, 300), (8, 2), CAUSAL),
+    (576, 512, "latent", 32, (2, 1), (270, 300), (16, 1), CAUSAL),
+    (1024, 1008, "NHD", 16, (3, 2), (150, 300), (2, 1), {"window": (70, 30), "align": "top_left"}),
+]
+UNALIGNED = (72, 40, "HND", 16, (3, 2), (70, 30), (4, 2), CAUSAL)
+
+
+@pytest.fixture(autouse=True)
+def no_plan_is_kept(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+
+
+def eight_bits(pool: pages.Pool) -> pages.Pool:
+    """Returns a pool of e4m3; what nobody may read is NaN there, too, and V that is in K stays there."""
+    if pool.k.data_ptr() == pool.v.data_ptr():
+        k = pool.k.to(E4M3)
+        return pool._replace(k=k, v=k[..., : pool.v.shape[-1]])
+    return pool._replace(k=pool.k.to(E4M3), v=pool.v.to(E4M3))
+
+
+def dequantised(pool: pages.Pool, k_scale, v_scale, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the keys and values of each sequence; powers of two as scales leave them exact."""
+
+    def times(x, scale):
+        return (x.float() * scale.expand(x.shape[2])[:, None]).to(dtype)
+
+    return pool._replace(k=times(pool.k, k_scale), v=times(pool.v, v_scale)).sequences()
+
+
+def scales(kind: str, heads: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == "of heads":
+        both = torch.tensor([0.5, 2.0, 0.25, 1.0])[:heads], torch.tensor([4.0, 0.125, 1.0, 2.0])[:heads]
+    else:
+        both = torch.tensor(0.5), torch.tensor([2.0])
+    return tuple(x.to(device) for x in both)
+
+
+def attend(case, kind: str, dtype=torch.bfloat16, device="cpu", **more):
+    d, d_v, layout, rows, of_q, of_k, heads, rule = case
+    pool = eight_bits(pages.make(of_k, rows, heads[1], d, d_v, layout, dtype=torch.bfloat16)).to(device)
+    q, offsets = pages.queries(of_q, heads[0], d, dtype=dtype, device=device)
+    k_scale, v_scale = scales(kind, heads[1], device)
+    given = {"block_table": pool.table, "seqused_k": pool.used, "k_scale": k_scale, "v_scale": v_scale}
+    out, lse = ffpa_varlen(
+        q, pool.k, pool.v, offsets, None, max(of_q), max(of_k), return_lse=True, **given, **rule, **more
+    )
+    keys = dequantised(pool, k_scale, v_scale, dtype)
+    for i, of_sequence in enumerate(keys):
+        some = slice(int(offsets[i]), int(offsets[i + 1]))
+        if some.start < some.stop and len(of_sequence[0]):
+            results = (q[some], of_sequence, out[some], lse[:, some])
+            pages.assert_attends(*results, **rule)
+    return next(reversed(ops._plans.values())).choice.plan
+
+
+@pytest.mark.parametrize("kind", ["of heads", "of all"])
+@pytest.mark.parametrize("case", [*CASES, UNALIGNED], ids=str)
+def test_the_reference_path_dequantises(case, kind):
+    attend(case, kind, torch.float16)
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def device(request):
+    if request.param == "cuda" and (not torch.cuda.is_available() or native.record() is None):
+        pytest.skip("needs a GPU, and kernels for it")
+    return "cpu" if request.param == "emulated" else "cuda"
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_convert_on_the_way(case, rows, device, monkeypatch):
+    """Rows 16 have instances of their own up to 512 columns."""
+    if rows == 16 and case[1] > 512:
+        pytest.skip("32 rows are the fewest there")
+    monkeypatch.setattr(levels, "E4M3_SHAPES", [shape for shape in E4M3_SHAPES if shape.rows == rows])
+    dtype = torch.bfloat16 if case[0] in (128, 512) else torch.float16
+    if device == "cuda":
+        plan = attend(case, "of heads", dtype, "cuda")
+    else:
+        monkeypatch.setenv("FFPA_BACKEND", "mma")
+        with emulate("sm_80", seed=3):
+            plan = attend(case, "of heads", dtype)
+    assert plan.spec.e4m3 and plan.spec.rows == rows
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_parts_of_keys(splits, device, monkeypatch):
+    monkeypatch.setattr(
+        levels.row_tiles, "fastest_parts", lambda *args: (1.0, levels.row_tiles.Parts(splits, 256 if splits > 1 else 0))
+    )
+    case = (128, 128, "NHD", 64, (1, 2), (900, 500), (4, 2), CAUSAL)
+    if device == "cuda":
+        plan = attend(case, "of heads", torch.float16, "cuda", sinks=None)
+    else:
+        monkeypatch.setenv("FFPA_BACKEND", "mma")
+        with emulate("sm_80", seed=3):
+            plan = attend(case, "of heads", torch.float16)
+    assert plan.splits == splits
+
+
+def test_nan_in_a_key_is_nan():
+    """The only NaN of e4m3 becomes one of 16 bits, and not 480."""
+    pool = eight_bits(pages.make([40], 16, 1, 128, dtype=torch.bfloat16))
+    pool.v.view(torch.uint8)[pool.table[0, 1], 3, 0, 5] = 0x7F
+    q, offsets = pages.queries([2], 2, 128)
+    given = {"block_table": pool.table, "seqused_k": pool.used}
+    with emulate("sm_80", seed=3):
+        out = ffpa_varlen(q, pool.k, pool.v, offsets, None, 2, 40, **given)
+    assert out[..., 5].isnan().all() and not out[..., 6].isnan().any()
+
+
+# ---- rows that are appended ----
+
+
+@pytest.mark.parametrize(
+    "d, layout, how",
+    [(128, "NHD", "reference"), (128, "NHD", "emulated"), (72, "HND", "reference"), (64, "latent", "emulated")],
+)
+@pytest.mark.parametrize("already", [False, True])
+def test_new_rows_are_rounded(d, layout, how, already):
+    pool = eight_bits(pages.make([20, 5], 16, 2, d, 48 if layout == "latent" else d, layout, more=7))
+    before, d_v = pool.k.float(), pool.v.shape[-1]
+    new = torch.randn(2, 3, 2, d, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)) * 30
+    new[0, 0, 0, 0], new[1, 1, 1, 2] = 1e6, torch.nan
+    k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor([0.5, 2.0])
+    k, v = (new, new[..., :d_v]) if layout == "latent" else (new, new.flip(0)[..., :d_v].contiguous())
+    stored = [(x.float() / scale[:, None]).clamp(-448, 448).to(E4M3) for x, scale in ((k, k_scale), (v, v_scale))]
+    if already:
+        k, v = stored[0], stored[0][..., :d_v] if layout == "latent" else stored[1]
+    q = torch.randn(2, 3, 4, d, dtype=torch.bfloat16)
+    call = {"cache_seqlens": pool.used, "block_table": pool.table, "k_scale": k_scale, "v_scale": v_scale}
+    if how == "emulated":
+        with emulate("sm_80", seed=3):
+            ffpa_with_kvcache(q, pool.k, pool.v, k, v, causal=True, **call)
+    else:
+        ffpa_with_kvcache(q, pool.k, pool.v, k, v, causal=True, **call)
+    for i, n in enumerate(pool.used.tolist()):
+        for j in range(3):
+            at = pool.table[i, (n + j) // 16], (n + j) % 16
+            for x, want in ((pool.k, stored[0]), (pool.v, stored[0] if layout == "latent" else stored[1])):
+                assert torch.equal(x[at].view(torch.uint8), want[i, j][..., : x.shape[-1]].view(torch.uint8))
+    untouched = pool.k.float()
+    assert (before.isnan() | (untouched == before)).all()
+
+
+def test_numbers_as_scales():
+    pool = eight_bits(pages.make([20], 16, 1, 64))
+    q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16)
+    call = {"cache_seqlens": pool.used, "block_table": pool.table}
+    out = ffpa_with_kvcache(q, pool.k, pool.v, k_scale=0.5, v_scale=2, **call)
+    want = ffpa_with_kvcache(q, pool.k, pool.v, k_scale=torch.tensor(0.5), v_scale=torch.tensor([2.0]), **call)
+    assert torch.equal(out, want)
+
+
+def test_scales_that_are_general_are_not_rounded():
+    """A scale in 16 bits would move scores of large products."""
+    pool = eight_bits(pages.make([300], 16, 1, 128, dtype=torch.bfloat16))
+    q = torch.randn(1, 1, 1, 128, dtype=torch.float16) * 20
+    scale = torch.tensor([1.2345678])
+    call = {"cache_seqlens": pool.used, "block_table": pool.table, "k_scale": scale, "return_lse": True}
+    keys = pool.sequences()[0][0].double()[:, 0]
+    want = (keys @ q.double().flatten() * scale.double() * 128**-0.5).logsumexp(0)
+    for arch in (None, "sm_80"):
+        if arch is None:
+            _, lse = ffpa_with_kvcache(q, pool.k, pool.v, **call)
+        else:
+            with emulate(arch, seed=3):
+                _, lse = ffpa_with_kvcache(q, pool.k, pool.v, **call)
+        assert abs(lse.item() - want.item()) < 1e-4 * abs(want.item())
+
+
+# ---- bad input ----
+
+
+def _call(**changed):
+    pool = eight_bits(pages.make([20], 16, 2, 64))
+    args = {"q": torch.randn(1, 1, 2, 64, dtype=torch.bfloat16), "k_cache": pool.k, "v_cache": pool.v}
+    args |= {"cache_seqlens": pool.used, "block_table": pool.table}
+    return ffpa_with_kvcache(**(args | changed))
+
+
+_16_BITS = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
+BAD = [
+    (TypeError, "`v_cache` has dtype torch.bfloat16 but `k_cache`", {"v_cache": torch.zeros_like(_16_BITS).repeat(2, 1, 1, 1)[:5]}),
+    (TypeError, "`k_cache` has dtype torch.float8_e5m2", {"k_cache": torch.zeros(5, 16, 2, 64).to(torch.float8_e5m2)}),
+    (ValueError, r"`k_scale` has shape \(3,\)", {"k_scale": torch.ones(3)}),
+    (ValueError, "`v_scale` holds", {"v_scale": torch.tensor([1.0, -1.0])}),
+    (ValueError, "`v_scale` holds", {"v_scale": torch.inf}),
+    (TypeError, "`k_scale` has dtype torch.float64", {"k_scale": torch.ones(2).double()}),
+    (TypeError, "`k_scale` is 'x'|`k_scale` is a str|`k_scale` is", {"k_scale": "x"}),
+    (TypeError, "`q` has dtype torch.float8_e4m3fn", {"q": torch.zeros(1, 1, 2, 64).to(E4M3)}),
+    (ValueError, "`k_scale` is given but `k_cache` has dtype torch.bfloat16",
+     {"k_cache": _16_BITS, "v_cache": _16_BITS.clone(), "k_scale": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, changed", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_input_is_named(error, message, changed):
+    with pytest.raises(error, match=message):
+        _call(**changed)
+
+
+def test_scales_without_pages_are_refused():
+    q = torch.randn(3, 2, 64, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`k_scale` is given without `block_table`"):
+        ffpa_varlen(q, q, q, cu, cu, 3, 3, k_scale=0.5)
+
+
+def test_the_operator_has_a_fake():
+    pool = eight_bits(pages.make([20], 16, 2, 64))
+    q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16)
+    args = q, pool.k, pool.v, None, pool.used, pool.table, None, None, 0, 1, 20, None, torch.ones(2), torch.ones(1)
+    torch.library.opcheck(torch.ops.ffpa_attn.paged_forward.default, args, test_utils="test_faketensor")
+
+
+def test_all_shapes_are_in_a_wheel():
+    from ffpa_attn.specs.spec import ForwardMmaSplit, aot_specs
+
+    built = {spec.columns for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit) and spec.e4m3}
+    assert built == {shape.columns for shape in E4M3_SHAPES}
