@@ -299,7 +299,7 @@ MUTANTS = [
         "operators/forms.py",
         "tests/operators/test_kv_cache.py tests/operators/test_caches.py tests/checks/test_bad_pages.py",
         ("pages: heads of [T, H, D] are rows", "return x.transpose(-3, -2)", "return x"),
-        ("pages: sinks are left out", "given if len(given) == 9 else (*given, None)", "(*given[:8], None)"),
+        ("pages: sinks are left out", "*of_keys, sinks, k_scale, v_scale = (*given, None, None, None)[:11]", "*of_keys, sinks, k_scale, v_scale = (*given[:8], None, *given[9:], None, None)[:11]"),
         ("pages: entries before a window are checked", "[(least, min(end, n)) for", "[(0, min(end, n)) for"),
         ("pages: a longer maximum than pages hold", "longest=min(self.max_k, pages.entries * rows)", "longest=self.max_k"),
     ),
