@@ -3,7 +3,8 @@
 `python bench/paged.py` prints a row for each kind of call and head dim: `prefill`, 8 causal sequences of 8192 rows; `chunks`,
 the last 512 rows of 32768 keys, 8 times; `decoding`, one row on ragged lengths up to 4096 and 32768, of 1, 8 and 64 sequences,
 and what it costs to append that row's keys. Times are medians of calls with a cold L2; a ratio above 1 says that pages are
-faster. Pages lie in random order. `--kind` and `--d` take some of it, `--write` keeps the numbers.
+faster. Pages lie in random order. Numbers are such that e4m3 holds them; `8 bits` decodes the pages of 64 rows that do, and its
+ratio is to those of 16 bits. `--kind` and `--d` take some of it, `--write` keeps the numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ KINDS = ("prefill", "chunks", "decoding")
 HEADS = {128: (32, 8, 128), 256: (32, 8, 256), 512: (32, 4, 512), 576: (128, 1, 512)}  # D: heads of q, of keys, and D_v
 PAGES = (64, 16)  # rows of a page
 READ_BYTES = 4 << 30
+E4M3, EIGHT_BITS = torch.float8_e4m3fn, "8 bits"
 
 
 class Case(NamedTuple):
@@ -42,6 +44,10 @@ class Case(NamedTuple):
         heads, heads_kv, d_v = HEADS[self.d]
         dims = f"{self.d}" if d_v == self.d else f"{self.d}/{d_v}"
         return f"{self.kind}, B={len(self.lengths)}, {self.rows} on {max(self.lengths)}, H={heads}/{heads_kv}, D={dims}"
+
+    @property
+    def has_8_bits(self) -> bool:
+        return self.kind == "decoding" and not values_in_keys(self.d)
 
     @property
     def flops(self) -> float:
@@ -89,8 +95,8 @@ def make_tensors(case: Case, device: str) -> Tensors:
     heads, heads_kv, d_v = HEADS[case.d]
     torch.manual_seed(0)
     q = torch.randn(len(case.lengths), case.rows, heads, case.d, dtype=torch.bfloat16, device=device)
-    k = torch.randn(sum(case.lengths), heads_kv, case.d, dtype=torch.bfloat16, device=device)
-    v = k[..., :d_v] if values_in_keys(case.d) else torch.randn_like(k)
+    k = torch.randn(sum(case.lengths), heads_kv, case.d, dtype=torch.bfloat16, device=device).to(E4M3).bfloat16()
+    v = k[..., :d_v] if values_in_keys(case.d) else torch.randn_like(k).to(E4M3).bfloat16()
     offsets = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], dtype=torch.int32, device=device)
     return Tensors(q, k, v, offsets)
 
@@ -139,7 +145,11 @@ def in_pages(case: Case, x: Tensors, rows: int) -> Paged:
 def calls_of(case: Case, x: Tensors) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[int, Paged]]:
     """Returns the calls to compare, by name, and the pools; all give the same but for the order of sums."""
     pools = {rows: in_pages(case, x, rows) for rows in PAGES}
-    return {"unpaged": unpaged(case, x)} | {f"{n}": partial(p.call, case, x.q) for n, p in pools.items()}, pools
+    calls = {"unpaged": unpaged(case, x)} | {f"{n}": partial(p.call, case, x.q) for n, p in pools.items()}
+    if case.has_8_bits:
+        pool = pools[PAGES[0]]
+        calls[EIGHT_BITS] = partial(pool._replace(k=pool.k.to(E4M3), v=pool.v.to(E4M3)).call, case, x.q)
+    return calls, pools
 
 
 def appending_us(case: Case, x: Tensors, pool: Paged) -> tuple[float, float]:
@@ -168,15 +178,17 @@ def measure(case: Case, timer: Timer, iters: int, read_gb_per_s: float) -> dict:
     measure_in_turn(subjects, iters, times, lambda name: None, settle=case.kind != "decoding")
     ms = {name: median(of) for name, of in times.items()}
     found = {"case": str(case), **case._asdict(), "ms": ms, "ratios": {n: ms["unpaged"] / ms[n] for n in ms}}
+    if case.has_8_bits:
+        found["ratios"][EIGHT_BITS] = ms[f"{PAGES[0]}"] / ms[EIGHT_BITS]
     if case.kind != "decoding":
         return found | {"tflops": {name: case.flops / t * 1e-9 for name, t in ms.items()}}
-    speeds = {name: case.bytes_of_keys / t * 1e-6 for name, t in ms.items()}
+    speeds = {name: case.bytes_of_keys / (2 if name == EIGHT_BITS else 1) / t * 1e-6 for name, t in ms.items()}
     found |= {"gb_per_s": speeds, "of_read": {name: speed / read_gb_per_s for name, speed in speeds.items()}}
     alone, added = appending_us(case, x, pools[PAGES[0]])
     return found | {"append_us": alone, "append_adds_us": added}
 
 
-HEADER = f"| | unpaged | {' | '.join(f'pages of {n} | ratio' for n in PAGES)} | appending, µs: alone | in a call |"
+HEADER = f"| | unpaged | {' | '.join(f'pages of {n} | ratio' for n in PAGES)} | 8 bits | ratio | appending, µs: alone | in a call |"
 
 
 def row(found: dict) -> str:
@@ -189,8 +201,9 @@ def row(found: dict) -> str:
         return f"{found['ms'][name] * 1e3:.0f} µs, {speed}"
 
     paged = " | ".join(f"{cell(f'{n}')} | {found['ratios'][f'{n}']:.2f}" for n in PAGES)
+    of_8_bits = (cell(EIGHT_BITS), f"{found['ratios'][EIGHT_BITS]:.2f}") if EIGHT_BITS in found["ms"] else ("", "")
     appended = (f"{found[name]:.1f}" if name in found else "" for name in ("append_us", "append_adds_us"))
-    return f"| {found['case']} | {cell('unpaged')} | {paged} | {' | '.join(appended)} |"
+    return f"| {found['case']} | {cell('unpaged')} | {paged} | {' | '.join((*of_8_bits, *appended))} |"
 
 
 def main() -> None:
