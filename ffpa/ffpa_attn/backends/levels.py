@@ -196,14 +196,17 @@ def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap
     return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
 
 
-_KEY_COLUMN = {16: 0.7e-4, 32: 0.66e-4}  # microseconds for a key's column of 8 bits, by rows of a tile; on an H200
+_KEY_COLUMN = {16: 0.5e-4, 32: 0.66e-4}  # microseconds for a key's column of 8 bits, by rows of a tile; on an H200
+_ENDS_OF_8_BITS = 128
 _BLOCKS_OF_MULTIPROCESSOR = {16: 2, 32: 1}  # by rows of a tile, as the kernel's Config says
 
 
 def _pace_of_8_bits(p: Problem, shape: Shape) -> row_tiles.Pace:
     blocks = archs.multiprocessors(p.arch) * _BLOCKS_OF_MULTIPROCESSOR[shape.rows]
     of_key = _KEY_COLUMN[shape.rows] * (p.d_qk + shape.columns)
-    return row_tiles.Pace(shape.rows, shape.keys, blocks, of_key, _ENDS[1] * of_key, (p.d_qk + p.d_v) // 2, _BANDWIDTH)
+    return row_tiles.Pace(
+        shape.rows, shape.keys, blocks, of_key, _ENDS_OF_8_BITS * of_key, (p.d_qk + p.d_v) // 2, _BANDWIDTH
+    )
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -237,6 +240,19 @@ def settings(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit:
     return None
 
 
+def _settings_of_two_blocks(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit: int):
+    """Returns what settings() does, if an SM is to hold two blocks, and then has room for a ring of two steps in each."""
+    if _BLOCKS_OF_MULTIPROCESSOR[spec.rows] == 1:
+        return None
+    found = settings(spec, p, flags, _half(limit))
+    return found if found and found[0] > 1 else None
+
+
+def _half(limit: int) -> int:
+    """Returns the bytes of shared memory that each of two blocks on an SM has."""
+    return (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES
+
+
 def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str) -> str | None:
     forced = (name for name, value in fixed.items() if flags[name] not in (None, value))
     return next((f"the {family} does not know {name}={int(flags[name])}" for name in forced), None)
@@ -255,7 +271,6 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
     head_dim = next(d for d in ROWS_HEAD_DIMS if width <= d)
     padded = p._replace(d_qk=head_dim)
     limit = archs.shared_memory_bytes(p.arch)
-    half = (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES  # bytes of each of two blocks on an SM
     plans = []
     paged = p.pages is not None
     for shape in rows_shapes(head_dim, paged):
@@ -264,7 +279,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
             continue
         fits = [
             (slowdown, n)
-            for slowdown, most in ((1.0, half), (1.4, limit))  # one block alone has nothing to hide its softmax
+            for slowdown, most in ((1.0, _half(limit)), (1.4, limit))  # one block alone has nothing to hide its softmax
             for n in _stages(p, flags, [2, 1])
             if smem_bytes(spec, p.d_qk, n, True) <= most
         ]
@@ -303,7 +318,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     for level, shape in _candidates(p, acc):
         spec = forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None, p.cache is not None)
         spec = _as_toggled(spec, flags)
-        fitting = settings(spec, p, flags, limit)
+        fitting = (spec.e4m3 and _settings_of_two_blocks(spec, p, flags, limit)) or settings(spec, p, flags, limit)
         if fitting is None:
             continue
         cap = flags["FFPA_WORKSPACE_MB"] << 20

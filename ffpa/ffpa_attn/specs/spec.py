@@ -334,9 +334,9 @@ def register_shapes(columns: int, acc: tuple[str, str], paged: bool = False) -> 
 # Tiles for 8-bit keys and values in pages: of 16 rows, of which an SM holds two blocks, and of 32. A server decodes few
 # rows; speeds are guesses beside those of 16 bits.
 E4M3_SHAPES = (
-    Shape(128, 16, 256, 64, 128, 100),
+    Shape(128, 16, 256, 128, 256, 100),
     Shape(128, 32, 256, 128, 256, 150),
-    Shape(256, 16, 256, 64, 64, 110),
+    Shape(256, 16, 256, 128, 128, 110),
     Shape(256, 32, 256, 128, 128, 170),
     Shape(512, 16, 256, 64, 32, 110),
     Shape(512, 32, 256, 128, 64, 190),
