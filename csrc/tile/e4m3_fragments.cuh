@@ -2,10 +2,9 @@
 // units of 16 bits, which are two elements here: so a lane gets its elements in another order than of a 16-bit matrix.
 //
 //   B along its rows (K)    of 16 adjacent elements of a row, lane t of four has 4t … 4t + 3. They are the elements 2t,
-//                           2t + 1, 2t + 8, 2t + 9 of a product whose A lies in the order of interleave()
-//   B across them (V)       lane g of eight has two adjacent columns, 2g and 2g + 1: the first of two fragments gets
-//   the
-//                           even columns of 16, the second one the odd ones; to_adjacent() puts results in order
+//                           2t + 1, 2t + 8, 2t + 9 of a product whose A lies in the order of interleave_tile()
+//   B across them (V)       lane g of eight has two adjacent columns, 2g and 2g + 1. Of two fragments, one gets the
+//                           even columns of 16, one the odd ones; to_adjacent() puts results in order
 #pragma once
 
 #include <cstdint>
@@ -15,6 +14,7 @@
 #include "base/types.h"
 #include "ptx/instructions.cuh"
 #include "tile/multiply.cuh"
+#include "tile/smem_layout.cuh"
 
 namespace ffpa::tile {
 
@@ -50,13 +50,19 @@ FFPA_DEVICE void b_pair_of_e4m3_trans(uint32_t (&fragments)[4], uint32_t first, 
   }
 }
 
-// Puts 16 adjacent elements of A, two chunks of 8, into the order that b_pair_of_e4m3 asks for.
-FFPA_DEVICE void interleave(uint32_t (&first)[4], uint32_t (&second)[4]) {
-  const uint32_t units[8] = {first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]};
-  FFPA_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    first[i] = units[2 * i];
-    second[i] = units[2 * i + 1];
+// Puts each 16 adjacent elements of the rows of A, two chunks, into the order that b_pair_of_e4m3 asks for.
+template <int kRows, int kColumns, int kThreads>
+FFPA_DEVICE void interleave_tile(uint32_t tile_smem, const RowLayout& layout, int thread) {
+  constexpr int kPairs = kColumns / 16;
+  FFPA_NO_UNROLL
+  for (int i = thread; i < kRows * kPairs; i += kThreads) {
+    const uint32_t first_smem = tile_smem + layout.offset(i / kPairs, i % kPairs * 2);
+    const uint32_t second_smem = tile_smem + layout.offset(i / kPairs, i % kPairs * 2 + 1);
+    uint32_t first[4], second[4];
+    ptx::ld_shared_16(first, first_smem);
+    ptx::ld_shared_16(second, second_smem);
+    ptx::st_shared_16(first_smem, {first[0], first[2], second[0], second[2]});
+    ptx::st_shared_16(second_smem, {first[1], first[3], second[1], second[3]});
   }
 }
 

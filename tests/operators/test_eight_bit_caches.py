@@ -5,6 +5,7 @@ import pytest
 import torch
 from ffpa_attn import env, ffpa_varlen, ffpa_with_kvcache
 from ffpa_attn.backends import levels
+from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import native
 from ffpa_attn.operators import ops
 from ffpa_attn.specs.spec import E4M3_SHAPES
@@ -168,6 +169,16 @@ def test_numbers_as_scales():
     call = {"cache_seqlens": pool.used, "block_table": pool.table}
     out = ffpa_with_kvcache(q, pool.k, pool.v, k_scale=0.5, v_scale=2, **call)
     want = ffpa_with_kvcache(q, pool.k, pool.v, k_scale=torch.tensor(0.5), v_scale=torch.tensor([2.0]), **call)
+    assert torch.equal(out, want)
+
+
+def test_under_the_names_of_flash_attn():
+    pool = eight_bits(pages.make([20, 7], 16, 2, 64))
+    q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)
+    k_scale, v_scale = scales("of heads", 2)
+    call = {"cache_seqlens": pool.used, "block_table": pool.table, "causal": True}
+    want = ffpa_with_kvcache(q, pool.k, pool.v, k_scale=k_scale, v_scale=v_scale, **call)
+    out = flash_attn_with_kvcache(q, pool.k, pool.v, k_descale=k_scale.expand(2, 2), v_descale=v_scale, **call)
     assert torch.equal(out, want)
 
 

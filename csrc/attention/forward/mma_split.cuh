@@ -157,22 +157,11 @@ class ForwardMmaSplit {
 
   // Puts the columns of Q, which is resident, into the order that fragments of 8-bit keys have.
   FFPA_DEVICE void interleave_queries() const {
-    constexpr int kPairs = kKeyColumns / 16;  // pairs of chunks in a row of a step
-    ptx::cp_async_wait_group<0>();            // Q alone is in a group
+    ptx::cp_async_wait_group<0>();  // Q alone is in a group
     ptx::sync_block();
-    FFPA_NO_UNROLL
-    for (int i = thread_; i < key_steps_ * kRows * kPairs; i += kThreads) {
-      const int row = i / kPairs, chunk = i % kPairs * 2;  // rows of all steps, one after the other
-      const auto smem = [&](int of_pair) {
-        return q_smem_ + row / kRows * Config::kQueryStepBytes +
-               Config::query_layout().offset(row % kRows, chunk + of_pair);
-      };
-      uint32_t first[4], second[4];
-      ptx::ld_shared_16(first, smem(0));
-      ptx::ld_shared_16(second, smem(1));
-      tile::interleave(first, second);
-      ptx::st_shared_16(smem(0), first);
-      ptx::st_shared_16(smem(1), second);
+    for (int step = 0; step < key_steps_; ++step) {
+      tile::interleave_tile<kRows, kKeyColumns, kThreads>(q_smem_ + step * Config::kQueryStepBytes,
+                                                          Config::query_layout(), thread_);
     }
     ptx::sync_block();
   }
@@ -329,16 +318,10 @@ class ForwardMmaSplit {
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {
       FFPA_UNROLL
-      for (int n = 0; n < kScoreN; ++n) s[m][n].get(scores[m][n]);
-    }
-    if constexpr (Config::kE4m3) {
-      FFPA_UNROLL
-      for (int m = 0; m < kScoreM; ++m) {
+      for (int n = 0; n < kScoreN; ++n) {
+        s[m][n].get(scores[m][n]);
         FFPA_UNROLL
-        for (int n = 0; n < kScoreN; ++n) {
-          FFPA_UNROLL
-          for (float& score : scores[m][n]) score *= scales_.k;
-        }
+        for (int e = 0; Config::kE4m3 && e < 4; ++e) scores[m][n][e] *= scales_.k;
       }
     }
   }

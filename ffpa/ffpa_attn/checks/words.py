@@ -27,7 +27,7 @@ _ROWS = (
     ("page_table", "block_table", "pass it as {new}="),
     ("k_cache v_cache cache_seqlens cache_batch_idx cache_leftpad", None, "a cache of keys goes to ffpa_with_kvcache"),
     ("qv", None, "put it beside q, torch.cat((qv, q), -1), over keys that have V's columns first, of which v is a view, k[..., :D_v]"),
-    ("q_descale k_descale v_descale", None, "8-bit floats go to ffpa_fp8, packed sequences and caches have 16 bits: cast to these"),
+    ("q_descale k_descale v_descale", None, "8-bit floats go to ffpa_fp8; packed sequences have 16 bits: cast to these; caches of e4m3 have k_scale and v_scale"),
     ("attention_chunk", None, "no rule cuts keys into chunks: pass such a mask to ffpa, or call once for each chunk"),
     ("rotary_cos rotary_sin rotary_interleaved", None, "there is no rotary embedding: apply it to q and k first"),
     ("num_splits", None, "leave it away: how keys are split is chosen"),
@@ -45,9 +45,7 @@ OF_CACHES = {  # what to do with them where keys are in a cache
     "max_seqlen_k": "ffpa_with_kvcache takes it; here the cache says how long sequences may be",
     "alibi_slopes": "there is no bias of keys in a cache: gather them, and call flash_attn_func with the slopes",
     "qv": WAYS_OUT["qv"][1].replace("of which v is a view, k[", "of which v_cache is a view, k_cache["),
-    "q_descale": "caches have 16 bits: cast q to these",
-    "k_descale": "caches have 16 bits: allocate them so",
-    "v_descale": "caches have 16 bits: allocate them so",
+    "q_descale": "q has 16 bits beside caches of either kind: cast it to these",
     "attention_chunk": WAYS_OUT["attention_chunk"][1],
 }
 _ELSEWHERE = {"sinks": "s_aux"}  # what functions with other libraries' names call ours

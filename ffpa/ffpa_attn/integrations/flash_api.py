@@ -136,6 +136,8 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | None = None,
     s_aux: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
     **unknown,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Serves as flash-attn's function of this name, with the further keywords of FlashAttention 3: q [B, N, Hq, D], or packed
@@ -143,6 +145,8 @@ def flash_attn_with_kvcache(
 
     The caches are [B_cache, rows, Hkv, D], or pools [pages, rows, Hkv, D] with a `block_table`, which FlashAttention 3 calls
     `page_table`. New rows k and v are written at cache_seqlens, in place. Without cache_seqlens all of the cache counts.
+    Caches of e4m3 have k_descale and v_descale, while q has 16 bits: numbers, or tensors of one number, of one for each head,
+    [Hkv], or [B, Hkv] if that has the same for all sequences, as an expanded one has.
     `num_splits` and what else is about speed alone change nothing. Rotary embeddings are refused: apply them to q and k.
     """
     for name in _OF_SPEED:
@@ -185,13 +189,27 @@ def flash_attn_with_kvcache(
     cache = {"cache_seqlens": cache_seqlens, "block_table": table, "cache_batch_idx": cache_batch_idx}
     cache |= {"cache_leftpad": cache_leftpad, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     cache |= {"cu_seqlens_k_new": cu_seqlens_k_new, "sinks": _sinks(s_aux, learnable_sink), "k": k, "v": v}
+    cache |= {"k_scale": _of_heads("k_descale", k_descale), "v_scale": _of_heads("v_descale", v_descale)}
     names = _names(s_aux, "return_softmax_lse") | {"block_table": of_table}
+    names |= {"k_scale": "k_descale", "v_scale": "v_descale"}
     return _called(ffpa_with_kvcache, names, q, k_cache, v_cache, **_rule(q, *rule), **cache)
 
 
 _OF_SPEED = ("scheduler_metadata", "pack_gqa", "sm_margin")  # keywords of FlashAttention 3
 # These are keywords that mean something else than ours.
-_OF_FLASH_3 = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "rotary_seqlens")
+_OF_FLASH_3 = ("qv", "q_descale", "attention_chunk", "rotary_seqlens")
+
+
+def _of_heads(name: str, scale):
+    """Returns a scale as ffpa_with_kvcache takes it, of one that all sequences share."""
+    if not isinstance(scale, torch.Tensor) or scale.dim() != 2:
+        return scale
+    if scale.shape[0] != 1 and scale.stride(0) != 0:
+        raise NotImplementedError(
+            f"`{name}` has shape {tuple(scale.shape)}, a number for each sequence; caches have one for each head: pass [Hkv], or "
+            f"that expanded to [B, Hkv]"
+        )
+    return scale[0]
 
 
 def _sinks(s_aux, learnable_sink):
