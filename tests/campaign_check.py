@@ -85,6 +85,8 @@ def call(p: Problem, x: tensors.Inputs, leaves, return_lse: bool, **more) -> dic
         how["return_max_logits"] = True
     if p.pages:
         (cu_q, _, *longest), (k, v, table, used) = x.offsets, x.pool
+        if x.scales:
+            how["k_scale"], how["v_scale"] = x.scales
         results = ffpa_attn.ffpa_varlen(q, k, v, cu_q, None, *longest, block_table=table, seqused_k=used, **how)
     elif p.packed:
         results = ffpa_attn.ffpa_varlen(q, k, v, *x.offsets, **how)

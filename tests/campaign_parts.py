@@ -244,7 +244,10 @@ def pages(r: random.Random, p: Problem, kind: str | None) -> Pages | None:
         return None
     rows = r.choice((16, 16, 32, 48, 64, 64, 128, 256, 16 * r.randint(1, 20)))
     layout = "latent" if p.v_in_k else r.choice(("NHD", "NHD", "HND", "interleaved", "beside"))
-    return Pages(rows, layout, r.random() < 0.3, r.choice((0, 0, 1, 7)))
+    shared, spare = r.random() < 0.3, r.choice((0, 0, 1, 7))
+    fits_kernels = p.d % 16 == p.d_v % 16 == 0 and p.d_v <= 1024
+    may_have_8_bits = p.level in (None, 1) and (p.backend != "mma" or fits_kernels) and p.backend != "hopper"
+    return Pages(rows, layout, shared, spare, may_have_8_bits and r.random() < 0.4)
 
 
 def sink_values(r: random.Random) -> dict:

@@ -60,6 +60,7 @@ class Pages:
     layout: str = "NHD"  # as pages.empty() has it
     shared: bool = False  # sequences have their first page in common
     spare: int = 0  # entries of the table that no sequence needs
+    eight_bits: bool = False  # the pools hold e4m3, and each head has a scale
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ def _simpler(p: Problem) -> Iterator[Problem]:
                 yield p.with_(mask=simple)
         elif field.name == "pages":
             yield p.with_(pages=None)
-            yield p.with_(pages=Pages(value.rows, "latent" if p.v_in_k else "NHD"))
+            simple = Pages(value.rows, "latent" if p.v_in_k else "NHD")
+            yield p.with_(pages=simple)
+            yield p.with_(pages=replace(simple, eight_bits=value.eight_bits))
         elif field.name == "sinks":
             for part in fields(Sinks):
                 if getattr(value, part.name) != part.default:

@@ -145,6 +145,7 @@ class Inputs(NamedTuple):
     spans: list[tuple[slice, slice]]  # rows and keys of each sequence, as they count
     blocks: list[torch.Tensor]  # memory that no call may write to
     pool: pages.Pool | None = None  # the same keys in pages
+    scales: tuple = ()  # of keys and values, where these have 8 bits
 
 
 def make(p: Problem, device) -> Inputs:
@@ -155,6 +156,13 @@ def make(p: Problem, device) -> Inputs:
     of_v = normal((p.batch, p.heads_kv, keys, p.d_v), p.seed * 7 + 3, device).mul_(p.size_v)
     if p.numbers == "equal_keys":
         of_k = of_k[:, :, :1].expand(of_k.shape).clone()
+    scales = ()
+    if p.pages and p.pages.eight_bits:
+        scales = tuple(_scales(p, size, device) for size in ((p.size_k,) * 2 if p.v_in_k else (p.size_k, p.size_v)))
+        of_k, of_v = (
+            _of_8_bits(x, scale[:, None, None]).float() * scale[:, None, None]
+            for x, scale in zip((of_k, of_v), scales, strict=True)
+        )
     q, k, v = (cast(x, dtype) for x in (of_q, of_k, of_v))
     if p.packed and p.spare:
         for x in (q, k, v):
@@ -180,9 +188,25 @@ def make(p: Problem, device) -> Inputs:
         sinks, block = make_sinks(p.sinks, p, *(heads_first(p, view) for view, _ in placed[:2]))
         blocks.append(block)
     pool = in_pages(p, placed[1][0], placed[2][0], spans) if p.pages else None
+    if scales:
+        of_k, of_v = (_of_8_bits(x, scale[:, None]) for x, scale in zip(pool[:2], scales, strict=True))
+        pool = pool._replace(k=of_k, v=of_k[..., : p.d_v] if p.v_in_k else of_v)
     if pool:
         blocks += [pool.k, pool.v]
-    return Inputs(*(view for view, _ in placed), mask, sinks, offsets, spans, blocks, pool)
+    return Inputs(*(view for view, _ in placed), mask, sinks, offsets, spans, blocks, pool, scales)
+
+
+def _scales(p: Problem, size: float, device) -> torch.Tensor:
+    """Returns a power of two for each head: so numbers of 8 bits times it are numbers of 16 bits, too."""
+    exponent = max(round(math.log2(size)) if 0 < size < math.inf else 0, -10)
+    if p.dtype == "f16":
+        exponent = min(exponent, 6)  # 448 times that is a float16
+    alike = p.k.shared or p.v.shared  # heads in one place have one scale
+    return torch.tensor([2.0 ** (exponent - (0 if alike else head % 3)) for head in range(p.heads_kv)], device=device)
+
+
+def _of_8_bits(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def in_pages(p: Problem, k: torch.Tensor, v: torch.Tensor, spans) -> pages.Pool:

@@ -40,6 +40,7 @@ def test_problems_have_every_kind_of_pages():
         lambda p: p.level,
         lambda p: p.out,
         lambda p: p.odd_offsets,
+        lambda p: p.pages.eight_bits,
     ):
         assert sum(map(bool, map(chosen, of_pages))) > 5
     assert all(generate(seed, "cpu", "pages").packed for seed in range(50))
@@ -56,6 +57,35 @@ def test_pools_hold_the_keys_and_nan_elsewhere(layout):
             assert torch.equal(got, packed[keys])
     for pool in x.pool[:2]:
         assert pool.isfinite().sum() == (70 + 100 + 33 - 2 * 16) * pool[0, 0].numel()
+
+
+@pytest.mark.parametrize("dtype, size, v_in_k", [("f16", 1e3, False), ("bf16", 1e-2, True)])
+def test_pools_of_8_bits_hold_the_keys_over_their_scale(dtype, size, v_in_k):
+    p = Problem(
+        device="cpu",
+        dtype=dtype,
+        heads_kv=2,
+        d_v=32,
+        v_in_k=v_in_k,
+        size_k=size,
+        pages=Pages(eight_bits=True),
+        **LENGTHS,
+    )
+    x = tensors.make(p, "cpu")
+    assert x.pool.k.dtype == torch.float8_e4m3fn and (x.pool.k.data_ptr() == x.pool.v.data_ptr()) == v_in_k
+    for (_, keys), of_sequence in zip(x.spans, x.pool.sequences(), strict=True):
+        for got, packed, scale in zip(of_sequence, (x.k, x.v), x.scales, strict=True):
+            assert torch.equal(got.float() * scale[:, None], packed[keys].float()) and packed[keys].any()
+
+
+def test_a_scale_that_is_left_out_is_found(monkeypatch):
+    monkeypatch.setattr(
+        reference_rows.Dequantised, "rows", lambda self, heads, page, row: self.pool[:, heads][page, :, row].float()
+    )
+    ended, why = outcome(
+        Problem(device="cpu", backend="reference", heads_kv=2, pages=Pages(eight_bits=True), **LENGTHS)
+    )
+    assert ended == "wrong" and "out" in why
 
 
 def test_an_input_that_is_written_is_found(monkeypatch):
