@@ -469,8 +469,8 @@ class ForwardMmaSplit {
   int first_column_;
   int first_tile_, end_tile_;
 
-  int page_of_lane_,
-      page_ahead_;            // the page of the lane's own run, in the tile whose steps come next and in the one after
+  int page_of_lane_;          // page of the lane's own run in the tile whose steps come next
+  int page_ahead_;            // and in the tile after
   KeyScales scales_;          // of 8-bit keys
   RowState states_[kScoreM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
