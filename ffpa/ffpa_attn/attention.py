@@ -150,11 +150,8 @@ def ffpa_varlen(
         out = arguments.one_output(o, out)
         max_seqlens = max_seqlen_q, max_seqlen_k
         page_checks.varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *max_seqlens)
-        scales = {
-            "k_scale": page_checks.scale_of("k_scale", k_scale, k.device),
-            "v_scale": page_checks.scale_of("v_scale", v_scale, k.device),
-        }
-        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, **scales)
+        scales = page_checks.scales_of(k_scale, v_scale, k.device)
+        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, k_scale=scales[0], v_scale=scales[1])
         wanted = return_lse, return_max_logits
         return paged.attend(q, k, v, where, sinks, out, options, *wanted, names={"k_pages": "k", "v_pages": "v"})
     page_checks.no_scales(k_scale, v_scale)

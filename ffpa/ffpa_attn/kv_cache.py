@@ -77,10 +77,7 @@ def ffpa_with_kvcache(
         max_seqlen_q,
     )  # fmt: skip
     options = options_of(causal, align, scale, window, softcap, None, None, "f32", return_lse)
-    k_scale, v_scale = (
-        page_checks.scale_of(name, scale, k_cache.device)
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-    )
+    k_scale, v_scale = page_checks.scales_of(k_scale, v_scale, k_cache.device)
     names = _NAMES
     if cache_batch_idx is not None:
         block_table, names = cache_batch_idx[:, None], _NAMES | {"block_table": "cache_batch_idx"}

@@ -4,10 +4,10 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, ffpa_varlen, ffpa_with_kvcache
-from ffpa_attn.backends import levels
+from ffpa_attn.backends import dequantised, levels
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import native
-from ffpa_attn.operators import ops
+from ffpa_attn.operators import forms, ops
 from ffpa_attn.specs.spec import E4M3_SHAPES
 from ffpa_attn.testing import emulate
 
@@ -38,7 +38,7 @@ def eight_bits(pool: pages.Pool) -> pages.Pool:
     return pool._replace(k=pool.k.to(E4M3), v=pool.v.to(E4M3))
 
 
-def dequantised(pool: pages.Pool, k_scale, v_scale, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def keys_of(pool: pages.Pool, k_scale, v_scale, dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the keys and values of each sequence; powers of two as scales leave them exact."""
 
     def times(x, scale):
@@ -55,16 +55,17 @@ def scales(kind: str, heads: int, device="cpu") -> tuple[torch.Tensor, torch.Ten
     return tuple(x.to(device) for x in both)
 
 
-def attend(case, kind: str, dtype=torch.bfloat16, device="cpu", **more):
+def attend(case, kind: str, dtype=torch.bfloat16, device="cpu", one_scale=False, **more):
     d, d_v, layout, rows, of_q, of_k, heads, rule = case
     pool = eight_bits(pages.make(of_k, rows, heads[1], d, d_v, layout, dtype=torch.bfloat16)).to(device)
     q, offsets = pages.queries(of_q, heads[0], d, dtype=dtype, device=device)
     k_scale, v_scale = scales(kind, heads[1], device)
+    v_scale = k_scale if one_scale else v_scale
     given = {"block_table": pool.table, "seqused_k": pool.used, "k_scale": k_scale, "v_scale": v_scale}
     out, lse = ffpa_varlen(
         q, pool.k, pool.v, offsets, None, max(of_q), max(of_k), return_lse=True, **given, **rule, **more
     )
-    keys = dequantised(pool, k_scale, v_scale, dtype)
+    keys = keys_of(pool, k_scale, v_scale, dtype)
     for i, of_sequence in enumerate(keys):
         some = slice(int(offsets[i]), int(offsets[i + 1]))
         if some.start < some.stop and len(of_sequence[0]):
@@ -101,6 +102,84 @@ def test_kernels_convert_on_the_way(case, rows, device, monkeypatch):
         with emulate("sm_80", seed=3):
             plan = attend(case, "of heads", dtype)
     assert plan.spec.e4m3 and plan.spec.rows == rows
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("case", [*CASES, UNALIGNED], ids=str)
+def test_rows_are_dequantised_for_wgmma(case, together, device, monkeypatch):
+    d, d_v, _, _, of_q, of_k, (_, heads_kv), _ = case
+    if together != 2 and d not in (64, 576):
+        pytest.skip("one number of sequences is enough at most head dims")
+    columns = d if case[2] == "latent" else d + d_v
+    monkeypatch.setattr(dequantised, "_BYTES_HELD", 2**30 // (together * heads_kv * max(of_k) * columns))
+    monkeypatch.setenv("FFPA_WORKSPACE_MB", "1024")
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    if device == "cuda":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a GPU of Hopper")
+        plan = attend(case, "of heads", torch.float16, "cuda", one_scale=True)
+    else:
+        with emulate("sm_90a", seed=3):
+            plan = attend(case, "of heads", torch.float16, one_scale=True)
+    assert isinstance(plan, dequantised.DequantisedPlan) and plan.together == min(together, len(of_q))
+
+
+@pytest.mark.parametrize("how", ["latents", "left padding", "no table", "appended"])
+def test_where_dequantised_rows_are(how, device, monkeypatch):
+    """Beside the reference path."""
+    heads, d, d_v = (1, 576, 512) if how == "latents" else (2, 128, 128)
+    layout = "latent" if how == "latents" else "NHD"
+    pool = eight_bits(pages.make([40, 90], 16, heads, d, d_v, layout, more=4, spare=60, dtype=torch.bfloat16)).to(
+        device
+    )
+    q = torch.randn(2, 3, 4, d, dtype=torch.float16, device=device)
+    call = {"k_scale": 0.5, "v_scale": 0.5, "causal": True, "return_lse": True}
+    if how in ("left padding", "no table"):
+        cache = torch.randn(2, 150, 2, d, device=device).to(E4M3), torch.randn(2, 150, 2, d, device=device).to(E4M3)
+        call["cache_seqlens"] = torch.tensor([50, 130], dtype=torch.int32, device=device)
+        if how == "left padding":
+            call["cache_leftpad"] = torch.tensor([7, 31], dtype=torch.int32, device=device)
+        else:
+            call["max_seqlen_k"] = 130
+    else:
+        cache = pool.k, pool.v
+        call |= {"cache_seqlens": pool.used, "block_table": pool.table}
+    if how == "appended":
+        new = torch.randn(2, 3, 2, d, dtype=torch.float16, device=device)
+        call |= {"k": new, "v": new.flip(0)}
+
+    def run():
+        return ffpa_with_kvcache(q, *cache, **call)
+
+    monkeypatch.setenv("FFPA_BACKEND", "reference")
+    want = run()
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    if device == "cuda":
+        got = run()
+    else:
+        with emulate("sm_90a", seed=3):
+            got = run()
+    plan = next(reversed(ops._plans.values())).choice.plan
+    assert isinstance(plan, dequantised.DequantisedPlan) and plan.values_in_keys == (how == "latents")
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), atol=4e-3, rtol=4e-3)
+
+
+def test_pages_that_are_nowhere_are_dequantised_to_zeros(monkeypatch):
+    monkeypatch.setattr(forms.Paged, "check_values", lambda *args: None)
+    pool = eight_bits(pages.make([100], 16, 1, 128, dtype=torch.bfloat16))
+    zeros = pool.clone()
+    for entry, page in ((1, -1), (3, 2**31 - 1), (4, len(pool.k))):
+        zeros.k.view(torch.uint8)[zeros.table[0, entry]] = zeros.v.view(torch.uint8)[zeros.table[0, entry]] = 0
+        pool.table[0, entry] = page
+    q, offsets = pages.queries([5], 2, 128, dtype=torch.float16)
+    monkeypatch.setenv("FFPA_BACKEND", "hopper")
+    with emulate("sm_90a", seed=3):
+        outs = [
+            ffpa_varlen(q, x.k, x.v, offsets, None, 5, 100, block_table=x.table, seqused_k=x.used, causal=True)
+            for x in (pool, zeros)
+        ]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -50,6 +50,7 @@ class ForwardMmaSplit {
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kTeamWarps = Config::kTeamWarps;
   static constexpr bool kOwnRings = Config::kOwnRings;
+  static constexpr bool kLooksAhead = Config::kPaged && !Config::kStreamed;  // where registers hold pages
 
   // One warp has, in fragments, S [kScoreM × kScoreN] and O [kOutM × kOutN].
   static constexpr int kScoreM = Config::kScoreWarpRows / 16, kScoreN = Config::kScoreWarpKeys / 8;
@@ -139,7 +140,7 @@ class ForwardMmaSplit {
     for (RowState& state : states_) state = {};
 
     if (first_tile_ == end_tile_) return;
-    if constexpr (Config::kPaged) {
+    if constexpr (kLooksAhead) {
       page_of_lane_ = look_up(first_tile_);
       page_ahead_ = look_up(first_tile_ + 1);
     }
@@ -202,15 +203,17 @@ class ForwardMmaSplit {
     }
     next.group = 0;
     ++next.tile;
-    if constexpr (Config::kPaged) {
+    if constexpr (kLooksAhead) {
       page_of_lane_ = page_ahead_;
       page_ahead_ = look_up(next.tile + 1);
     }
   }
 
-  // Returns the page of the lane's own run of keys in a tile.
-  FFPA_DEVICE int look_up(int tile) const {
-    return page_of_lane<kKeys>(arguments_.key_pages, params_.paged, keys_.get(), tile * kKeys, lane_);
+  // Returns the page of the lane's own run of keys, of those of a tile.
+  FFPA_DEVICE int look_up(int tile) const { return look_up_keys<kKeys>(tile * kKeys); }
+  template <int kCount>
+  FFPA_DEVICE int look_up_keys(int key) const {
+    return page_of_lane<kCount>(arguments_.key_pages, params_.paged, keys_.get(), key, lane_);
   }
 
   FFPA_DEVICE void copy_queries(uint32_t target_smem, const SharedRowTile& rows, int step) const {
@@ -239,7 +242,9 @@ class ForwardMmaSplit {
       Window of_16_bits = window;
       of_16_bits.columns /= kPerElement;
       const int run = key % kKeys / kPageStep;  // of those that lanes know, the first one that is copied
-      const int page = run == 0 ? page_of_lane_ : ptx::shfl_idx(page_of_lane_, (lane_ + run) % 32);
+      const int page = !kLooksAhead ? look_up_keys<kCopiedRows>(key)
+                       : run == 0   ? page_of_lane_
+                                    : ptx::shfl_idx(page_of_lane_, (lane_ + run) % 32);
       copy_paged_keys_async<kCopiedRows, kCopiedColumns / kPerElement, kThreads>(
           slot, layout, arguments_.key_pages, params_.paged, of_16_bits, page, key, column / kPerElement, thread_);
     } else {

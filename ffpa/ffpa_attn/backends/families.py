@@ -10,16 +10,17 @@ from typing import Any
 from ..launching import native
 from ..specs import archs
 from ..specs.problem import FP8_DTYPES, Problem
-from . import backward, backward_short, forward_short, fused, fused_fp8, levels, two_phase
+from . import backward, backward_short, dequantised, forward_short, fused, fused_fp8, levels, two_phase
 from .backward import BackwardPlan
 from .backward_short import ShortPlan
+from .dequantised import DequantisedPlan
 from .forward_short import ForwardShortPlan
 from .fused import FusedPlan
 from .fused_fp8 import Fp8Plan
 from .levels import LevelPlan
 from .two_phase import TwoPhasePlan
 
-Plan = BackwardPlan | ForwardShortPlan | Fp8Plan | FusedPlan | LevelPlan | ShortPlan | TwoPhasePlan
+Plan = BackwardPlan | DequantisedPlan | ForwardShortPlan | Fp8Plan | FusedPlan | LevelPlan | ShortPlan | TwoPhasePlan
 
 
 def hopper(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
@@ -63,7 +64,7 @@ def _why_not_here(backend: str, p: Problem, flags: Mapping[str, Any]) -> str | N
 
 def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
     if p.cache:
-        return "the mma forward alone reads 8-bit pages"
+        return dequantised.plan(p, flags, _on_wgmma)
     if p.dtype in FP8_DTYPES:
         return fused_fp8.plan(p, flags)
     if p.direction == "backward":
@@ -75,6 +76,8 @@ def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 def _why_slower_on_wgmma(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
     """Says why the mma forward is faster, or None: its instances for pages are for GPUs that have nothing else."""
+    if p.cache:
+        return "8-bit pages are dequantised where FFPA_BACKEND=hopper asks for it: when that is faster was not measured yet"
     if p.pages:
         return None
     if isinstance(plan, FusedPlan):

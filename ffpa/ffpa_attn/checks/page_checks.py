@@ -210,13 +210,21 @@ def scale_values(k_scale, v_scale) -> None:
             raise ValueError(f"`{name}` holds {scale.tolist()}; scales are finite and greater than 0")
 
 
-def scale_of(name: str, scale, device):
-    """Returns a scale as operators take it, of a number or a tensor."""
-    if scale is None or isinstance(scale, torch.Tensor):
-        return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"`{name}` is {arguments.described(scale)}; pass a float, or a float32 tensor of () or [Hkv]")
-    return torch.full((1,), float(scale), dtype=torch.float32, device=device)
+def scales_of(k_scale, v_scale, device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns scales as operators take them, of numbers or tensors; two that are equal numbers are one tensor."""
+
+    def of(name: str, scale):
+        if scale is None or isinstance(scale, torch.Tensor):
+            return scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(
+                f"`{name}` is {arguments.described(scale)}; pass a float, or a float32 tensor of () or [Hkv]"
+            )
+        return torch.full((1,), float(scale), dtype=torch.float32, device=device)
+
+    of_k, of_v = of("k_scale", k_scale), of("v_scale", v_scale)
+    are_numbers = not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor)
+    return of_k, of_k if are_numbers and k_scale == v_scale else of_v
 
 
 def no_scales(k_scale, v_scale) -> None:

@@ -156,7 +156,13 @@ class Paged:
             seen(self.sinks),
             self.largest,
             *map(seen, self.scales),
+            self.have_one_scale,
         )
+
+    @property
+    def have_one_scale(self) -> bool:
+        """Says whether keys and values surely have the same scale, which nobody reads."""
+        return self.scales[0] is self.scales[1]
 
     def check(self, q, k, v) -> None:
         page_checks.paged(q, k, v, self.cu_q, *self.of_keys)
@@ -323,7 +329,7 @@ def describe(
         direction, device or q.device.type, arch or (native.gpu_of(q.device) if q.is_cuda else None), _DTYPES[q.dtype], *form.sizes(q, k),
         q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), mask,
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
-        values_in_keys=values_in_keys(k, v), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
+        values_in_keys=values_in_keys(k, v) and (form.pages is None or form.have_one_scale), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
         sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and mask != "additive",
         pages=form.pages and (k.shape[1], form.pages.entries), cache=_cache(q, k, v),
     )  # fmt: skip
