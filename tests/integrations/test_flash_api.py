@@ -59,7 +59,8 @@ OFFSETS = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
             "(q,k_cache,v_cache,k=None,v=None,rotary_cos=None,rotary_sin=None,cache_seqlens=None,cache_batch_idx=None,"
             "cache_leftpad=None,block_table=None,softmax_scale=None,causal=False,window_size=(-1,-1),softcap=0.0,"
             "rotary_interleaved=True,alibi_slopes=None,num_splits=0,return_softmax_lse=False,*,page_table=None,"
-            "cu_seqlens_q=None,cu_seqlens_k_new=None,max_seqlen_q=None,s_aux=None,learnable_sink=None,**unknown)",
+            "cu_seqlens_q=None,cu_seqlens_k_new=None,max_seqlen_q=None,s_aux=None,learnable_sink=None,k_descale=None,"
+            "v_descale=None,**unknown)",
         ),
         (
             ffpa_attn_func,
