@@ -27,7 +27,7 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
     """
     if not (k.numel() and k_pages.numel() and len(cache_seqlens)):
         return
-    if k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride():
+    if _is_one(k_pages, v_pages):
         v = v_pages = None
     memo = {} if memo is None else memo
     kind = "append K" if v is None else "append"
@@ -43,22 +43,35 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
                 _by_pytorch(new, pages, cache_seqlens, table, added)
 
 
+def _is_one(k_pages, v_pages) -> bool:
+    """Says whether values are the first columns of keys, in one storage."""
+    return k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride()
+
+
 _LARGEST_E4M3 = 448.0
 
 
 def as_stored(k, v, k_pages, v_pages, k_scale, v_scale) -> tuple[torch.Tensor, ...]:
     """Returns rows and pools as append() takes them. Of 8-bit pools, rows are rounded to x / scale, and all are pairs of elements
-    where these are aligned.
+    where these are aligned. V that is the first columns of K, in one storage, is rounded as K.
     """
-    if k_pages.element_size() > 1:
+    if k_pages.element_size() > 1 or not (k.numel() and k_pages.numel()):
         return k, v, k_pages, v_pages
     with PlainTorch(k.device):
-        k, v = _rounded(k, k_scale, k_pages.dtype), _rounded(v, v_scale, v_pages.dtype)
-        pools = k_pages, v_pages
+        pools = [_with_even_strides(x) for x in (k_pages, v_pages)]
+        k = _rounded(k, k_scale, k_pages.dtype)
+        v = k[..., : v.shape[-1]] if _is_one(*pools) else _rounded(v, v_scale, v_pages.dtype)
         if all(x.shape[-1] % 16 == 0 and memory_checks.rows_problem(x) is None for x in pools):
-            k, v = (memory_checks.made_readable(x) for x in (k, v))
+            k, v = (_with_even_strides(memory_checks.made_readable(x)) for x in (k, v))
             return tuple(x.view(torch.int16) for x in (k, v, *pools))
         return tuple(x.view(torch.uint8) for x in (k, v, *pools))
+
+
+def _with_even_strides(x: torch.Tensor) -> torch.Tensor:
+    """Returns x with a stride of 0 where nobody steps: a view as pairs of elements asks for even strides, even there."""
+    return x.as_strided(
+        x.shape, [step if n > 1 else 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+    )
 
 
 def _rounded(x, scale, dtype) -> torch.Tensor:

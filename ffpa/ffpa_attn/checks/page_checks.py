@@ -127,7 +127,11 @@ def appended(k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_ne
         arguments.has_rank(f"{name}_pages", pool, 4, "[pages, rows, H, D]")
         to_be_rounded = pool.dtype == EIGHT_BITS and x.dtype in arguments.DTYPES
         if x.dtype not in arguments.DTYPES and not x.dtype == pool.dtype == EIGHT_BITS:
-            raise TypeError(f"`{name}` has dtype {x.dtype}; allowed: {arguments.names_of(arguments.DTYPES)}")
+            allowed, is_scaled = arguments.names_of(arguments.DTYPES), pool.dtype == EIGHT_BITS
+            rows = (
+                f", {EIGHT_BITS}; pass rows in the dtype of q, which are divided by {name}_scale" if is_scaled else ""
+            )
+            raise TypeError(f"`{name}` has dtype {x.dtype}; allowed: {allowed}{rows}")
         if x.dtype != pool.dtype and not to_be_rounded:
             raise TypeError(
                 f"`{name}` has dtype {x.dtype} but `{name}_pages` has {pool.dtype}; they must agree: {name}.to({pool.dtype})"

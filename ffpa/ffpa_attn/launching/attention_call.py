@@ -51,9 +51,9 @@ def _four(dims: Sequence[int], missing: int) -> list[int]:
     return [missing] * (4 - len(dims)) + list(dims)
 
 
-def strides(view: ctypes.Structure, x: torch.Tensor) -> None:
-    """Sets the strides of a TensorView or a GradientView."""
-    view.batch_stride, view.head_stride, view.row_stride, _ = _four(x.stride(), 0)
+def strides(view: ctypes.Structure, x: torch.Tensor, together: int = 1) -> None:
+    """Sets the strides of a TensorView or a GradientView, counted in so many elements together."""
+    view.batch_stride, view.head_stride, view.row_stride, _ = (step // together for step in _four(x.stride(), 0))
 
 
 def _mask(view: ctypes.Structure, mask: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ def describe(
     heads, rows, d_qk = q.shape[-3:]
     heads_kv, keys = k.shape[-3], k.shape[-2] if pages is None else pages.longest
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        strides(getattr(params, name), x if x.element_size() == q.element_size() else x.view(torch.int16))
+        strides(getattr(params, name), x, q.element_size() // x.element_size())
     if mask is not None:
         _mask(params.mask, mask)
     params.batch = entries(q, offsets)

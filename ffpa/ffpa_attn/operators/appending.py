@@ -25,6 +25,7 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     that will then be read, where these are known.
     """
     k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, *scales = args
+    scales += [None] * (2 - len(scales))
     flags = env.run_flags()
     in_pages, in_rows = values_in_keys(k_pages, v_pages), values_in_keys(k, v)
     key = (*map(seen, args), in_pages, in_rows, flags)
@@ -40,7 +41,7 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     if ahead and block_table is None:
         page_checks.one_use(range(len(cache_seqlens)), (), ahead)
     if k.device.type == "cpu" or flags["FFPA_CHECK"]:
-        page_checks.scale_values(*(scales or (None, None)))
+        page_checks.scale_values(*scales)
         more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
         if added is not None:
             memory_checks.offsets_values(added, "cu_seqlens_k_new", k.shape[0], k.shape[0], "k")
@@ -52,9 +53,10 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     return memo
 
 
-def append_to_cache(*args) -> None:
-    memo = be_sure(*args)
-    *args, k_scale, v_scale = args if len(args) == 9 else (*args, None, None)
-    block_table = args[5]
+def append_to_cache(
+    k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, k_scale=None, v_scale=None
+) -> None:
+    where = cache_seqlens, block_table, cu_seqlens_k_new
+    memo = be_sure(k, v, k_pages, v_pages, *where, k_scale, v_scale)
     if block_table is None or block_table.shape[1]:
-        append.append(*append.as_stored(*args[:4], k_scale, v_scale), *args[4:], memo)
+        append.append(*append.as_stored(k, v, k_pages, v_pages, k_scale, v_scale), *where, memo)
