@@ -80,7 +80,7 @@ def test_pools_of_8_bits_hold_the_keys_over_their_scale(dtype, size, v_in_k):
 
 def test_a_scale_that_is_left_out_is_found(monkeypatch):
     monkeypatch.setattr(
-        reference_rows.Dequantised, "rows", lambda self, heads, page, row: self.pool[:, heads][page, :, row].float()
+        reference_rows.ScaledPool, "rows", lambda self, heads, page, row: self.pool[:, heads][page, :, row].float()
     )
     ended, why = outcome(
         Problem(device="cpu", backend="reference", heads_kv=2, pages=Pages(eight_bits=True), **LENGTHS)

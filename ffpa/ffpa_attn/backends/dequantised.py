@@ -16,7 +16,6 @@ from ..specs.problem import Problem
 from ..support.private_torch import PlainTorch
 from .row_tiles import RowTilePlan
 
-_BYTES_MOVED, _BANDWIDTH = 11, 2.5e6  # bytes that PyTorch reads and writes for a number, and those of a microsecond
 _BYTES_HELD = 3  # bytes of a number in the workspace: as it is gathered, and as it is dequantised
 
 
@@ -24,7 +23,6 @@ class DequantisedPlan(NamedTuple):
     attention: RowTilePlan
     together: int  # sequences that are dequantised at a time
     values_in_keys: bool
-    microseconds: float = 0.0  # an estimate
 
     @property
     def kernel(self) -> str:
@@ -100,6 +98,4 @@ def plan(p: Problem, flags: Mapping[str, Any], attention: Callable) -> Dequantis
     found = attention(p._replace(cache=None, pages=(p.n_k, 1), batch=together), flags)
     if isinstance(found, str):
         return found
-    times = -(-p.batch // together)
-    microseconds = found.microseconds * times + p.batch * numbers * _BYTES_MOVED / _BANDWIDTH
-    return DequantisedPlan(found, together, p.values_in_keys, microseconds)
+    return DequantisedPlan(found, together, p.values_in_keys)

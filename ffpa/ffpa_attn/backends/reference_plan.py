@@ -11,7 +11,7 @@ from ..specs.problem import Problem
 from ..support.private_torch import PlainTorch
 from . import reference
 from .reference_heads import Heads
-from .reference_rows import Dequantised, Sequence, dense_sequences, packed_sequences, paged_sequences
+from .reference_rows import ScaledPool, Sequence, dense_sequences, packed_sequences, paged_sequences
 
 
 class ReferencePlan(NamedTuple):
@@ -28,7 +28,7 @@ class ReferencePlan(NamedTuple):
             if pages is not None:
                 sequences = paged_sequences(q, k, offsets, pages, rule.visibility)
                 if k.dtype != q.dtype:
-                    k, v = Dequantised(k, pages.k_scale), Dequantised(v, pages.v_scale)
+                    k, v = ScaledPool(k, pages.k_scale), ScaledPool(v, pages.v_scale)
             reference.forward(q, k, v, out, wanted, sequences, rule, workspace_cap, Heads(sinks, largest))
 
     def forward_fp8(self, q, k, v, scales, out, lse, rule, workspace_cap: int, memo: dict, sinks=None, largest=None):

@@ -56,7 +56,7 @@ class Packed:
         x[heads].scatter_reduce_(1, index.expand_as(value), value, "amax")
 
 
-class Dequantised:
+class ScaledPool:
     """8-bit numbers in pages times the scale of their head, of which only what is asked for ever exists, in float32."""
 
     dtype = torch.float32
@@ -90,7 +90,7 @@ class Paged:
         if not pages:
             return torch.zeros(x.shape[1], len(position), x.shape[3], dtype=x.dtype, device=x.device)[heads]
         place = torch.where(there, page, 0), row % rows_of_page
-        value = x.rows(heads, *place) if isinstance(x, Dequantised) else x[:, heads][place[0], :, place[1]]
+        value = x.rows(heads, *place) if isinstance(x, ScaledPool) else x[:, heads][place[0], :, place[1]]
         value = value.transpose(0, 1)
         return value.masked_fill_(~there[:, None], outside)
 

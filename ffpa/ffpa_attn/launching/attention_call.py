@@ -19,6 +19,7 @@ from .launch import CHANGE, READ, WRITE, Launch
 _LARGEST_INT = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _OF_PAGES = ("used", "table", "first", "added", "k_scale", "v_scale")
+_NO_PAGES = (None,) * len(_OF_PAGES)
 _MASK_KINDS = {torch.bool: "kBool", torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
 
 
@@ -169,7 +170,9 @@ class Call(NamedTuple):
         if self.zeros:
             partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
-        of_pages = [getattr(pages, name, None) for name in _OF_PAGES]
+        of_pages = _NO_PAGES
+        if pages:
+            of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
         for launch in self.launches:
             launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
 
