@@ -19,7 +19,7 @@ from .backends import row_tiles
 from .backends.reference import Rule
 from .building import build, cache, toolchain
 from .launching import native
-from .launching.attention_call import forward_launch
+from .launching.attention_call import NO_PAGES, forward_launch
 from .specs import archs
 from .specs.problem import Visibility
 from .specs.spec import ForwardMerge, aot_specs
@@ -86,7 +86,7 @@ def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     call = x[None, None], x[None, None], x[None, None], out[None, None]
     launch = forward_launch(spec, *call, None, None, Rule(1.0, 0.0, Visibility(-1, -1, False)))
-    launch(*call, *[None] * 5, partial, *[None] * 6)
+    launch(*call, *[None] * 5, partial, None, None, *NO_PAGES)
     return out
 
 

@@ -19,7 +19,7 @@ from .launch import CHANGE, READ, WRITE, Launch
 _LARGEST_INT = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _OF_PAGES = ("used", "table", "first", "added", "k_scale", "v_scale")
-_NO_PAGES = (None,) * len(_OF_PAGES)
+NO_PAGES = (None,) * len(_OF_PAGES)
 _MASK_KINDS = {torch.bool: "kBool", torch.float16: "kHalf", torch.bfloat16: "kBFloat16", torch.float32: "kFloat"}
 
 
@@ -96,7 +96,9 @@ def describe(
     """
     heads, rows, d_qk = q.shape[-3:]
     heads_kv, keys = k.shape[-3], k.shape[-2] if pages is None else pages.longest
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+    for name, x in (("q", q), ("out", out)):
+        strides(getattr(params, name), x)
+    for name, x in (("k", k), ("v", v)):  # numbers of 8 bits count as pairs, elements of q's size
         strides(getattr(params, name), x, q.element_size() // x.element_size())
     if mask is not None:
         _mask(params.mask, mask)
@@ -170,7 +172,7 @@ class Call(NamedTuple):
         if self.zeros:
             partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
-        of_pages = _NO_PAGES
+        of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
         for launch in self.launches:
