@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def has_8_bits(self) -> bool:
-        return self.kind == "decoding" and not values_in_keys(self.d)
+        return not values_in_keys(self.d)
 
     @property
     def flops(self) -> float:

@@ -1,8 +1,8 @@
-// B fragments of 16-bit elements for mma m16n8k16, made of matrices that lie in shared memory as e4m3. ldmatrix moves
-// units of 16 bits, which are two elements here: so a lane gets its elements in another order than of a 16-bit matrix.
+// B fragments of Half for mma m16n8k16, made of matrices that lie in shared memory as e4m3. ldmatrix moves units of 16
+// bits, which are two elements here: so a lane gets its elements in another order than of a 16-bit matrix.
 //
 //   B along its rows (K)    of 16 adjacent elements of a row, lane t of four has 4t … 4t + 3. They are the elements 2t,
-//                           2t + 1, 2t + 8, 2t + 9 of a product whose A lies in the order of interleave_tile()
+//                           2t + 1, 2t + 8, 2t + 9 of a product whose A is as prepare_rows() leaves it
 //   B across them (V)       lane g of eight has two adjacent columns, 2g and 2g + 1. Of two fragments, one gets the
 //                           even columns of 16, one the odd ones; to_adjacent() puts results in order
 #pragma once
@@ -19,27 +19,18 @@
 namespace ffpa::tile {
 
 // Makes the fragments of two times 8 rows of B from what ldmatrix gives of each. The conversions are exact.
-template <class Element>
 FFPA_DEVICE void b_pair_of_e4m3(uint32_t (&fragments)[4], uint32_t first, uint32_t second) {
   FFPA_UNROLL
   for (int rows = 0; rows < 2; ++rows) {
     uint32_t halves[2];
     ptx::halves_of_e4m3(halves, rows == 0 ? first : second);
-    FFPA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (std::is_same_v<Element, Half>) {
-        fragments[2 * rows + i] = halves[i];
-      } else {
-        float low, high;
-        ptx::unpack<Half>(halves[i], low, high);
-        fragments[2 * rows + i] = ptx::pack<Element>(low, high);
-      }
-    }
+    fragments[2 * rows] = halves[0];
+    fragments[2 * rows + 1] = halves[1];
   }
 }
 
-// Makes the fragments of the even and of the odd columns, of Half, from what a transposing ldmatrix gives of two times
-// 8 rows: each has two columns of one row, then of the next.
+// Makes the fragments of the even and of the odd columns from what a transposing ldmatrix gives of two times 8 rows:
+// each has two columns of one row, then of the next.
 FFPA_DEVICE void b_pair_of_e4m3_trans(uint32_t (&fragments)[4], uint32_t first, uint32_t second) {
   FFPA_UNROLL
   for (int rows = 0; rows < 2; ++rows) {
@@ -50,27 +41,65 @@ FFPA_DEVICE void b_pair_of_e4m3_trans(uint32_t (&fragments)[4], uint32_t first, 
   }
 }
 
-// Puts each 16 adjacent elements of the rows of A, two chunks, into the order that b_pair_of_e4m3 asks for.
-template <int kRows, int kColumns, int kThreads>
-FFPA_DEVICE void interleave_tile(uint32_t tile_smem, const RowLayout& layout, int thread) {
-  constexpr int kPairs = kColumns / 16;
+// Returns the biased exponent of the largest of a row's elements, that of BFloat16; all lanes of the warp call this. The
+// row is 16 · `pairs` elements, two chunks for each of `pairs`, where chunks_of(pair, addresses) says.
+template <class ChunksOf>
+FFPA_DEVICE uint32_t largest_exponent(int pairs, const ChunksOf& chunks_of, int lane) {
+  uint32_t largest = 0;
   FFPA_NO_UNROLL
-  for (int i = thread; i < kRows * kPairs; i += kThreads) {
-    const uint32_t first_smem = tile_smem + layout.offset(i / kPairs, i % kPairs * 2);
-    const uint32_t second_smem = tile_smem + layout.offset(i / kPairs, i % kPairs * 2 + 1);
-    uint32_t first[4], second[4];
-    ptx::ld_shared_16(first, first_smem);
-    ptx::ld_shared_16(second, second_smem);
-    ptx::st_shared_16(first_smem, {first[0], first[2], second[0], second[2]});
-    ptx::st_shared_16(second_smem, {first[1], first[3], second[1], second[3]});
+  for (int pair = lane; pair < pairs; pair += 32) {
+    uint32_t addresses[2];
+    chunks_of(pair, addresses);
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint32_t chunk[4];
+      ptx::ld_shared_16(chunk, addresses[i]);
+      FFPA_UNROLL
+      for (uint32_t word : chunk) largest = max_of(largest, max_of(word & 0x7fff, word >> 16 & 0x7fff));
+    }
   }
+  FFPA_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) largest = max_of(largest, ptx::shfl_xor(largest, distance));
+  return largest >> 7;
+}
+
+// Makes a row of A in shared memory what b_pair_of_e4m3() asks for: Half, each 16 elements in its order. A row of
+// BFloat16, whose exponents are more than those of Half, is multiplied with the power of two that makes its largest
+// element one of the largest of Half; what is 2^-29 of that, or more, keeps all of its bits. Returns the power's inverse.
+template <class Element, class ChunksOf>
+FFPA_DEVICE float prepare_row(int pairs, const ChunksOf& chunks_of, int lane) {
+  float factor = 1, inverse = 1;
+  if constexpr (!std::is_same_v<Element, Half>) {
+    const uint32_t exponent = max_of(largest_exponent(pairs, chunks_of, lane), 16u);  // both are normal numbers
+    factor = float_from_bits((269 - exponent) << 23);
+    inverse = float_from_bits((exponent - 15) << 23);
+  }
+  FFPA_NO_UNROLL
+  for (int pair = lane; pair < pairs; pair += 32) {
+    uint32_t addresses[2], chunks[2][4];
+    chunks_of(pair, addresses);
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      ptx::ld_shared_16(chunks[i], addresses[i]);
+      FFPA_UNROLL
+      for (int word = 0; word < 4 && !std::is_same_v<Element, Half>; ++word) {
+        float low, high;
+        ptx::unpack<Element>(chunks[i][word], low, high);
+        chunks[i][word] = ptx::pack<Half>(low * factor, high * factor);
+      }
+    }
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      ptx::st_shared_16(addresses[i], {chunks[0][i], chunks[0][i + 2], chunks[1][i], chunks[1][i + 2]});
+    }
+  }
+  return inverse;
 }
 
 // Computes sums += A · B as add_product() does, with B in e4m3. a(fragment, m, depth) brings A; bytes(raw, depths,
 // pair) loads what two depths, 2 · depths and the next one, have of a pair, in the order of depths if kAcross (for
-// b_pair_of_e4m3_trans, and so with an Element of Half), else of rows. All bytes are on their way before the first are
-// converted.
-template <class Element, bool kAcross, int kDepths, int kM, int kN, class LoadA, class LoadBytes>
+// b_pair_of_e4m3_trans), else of rows. All bytes are on their way before the first are converted.
+template <bool kAcross, int kDepths, int kM, int kN, class LoadA, class LoadBytes>
 FFPA_DEVICE void add_product_of_e4m3(Accumulator<float> (&sums)[kM][kN], const LoadA& a, const LoadBytes& bytes) {
   static_assert(kDepths % 2 == 0 && kN % 2 == 0, "bytes come for two depths and a pair of fragments");
   constexpr int kPairs = kN / 2;
@@ -93,12 +122,12 @@ FFPA_DEVICE void add_product_of_e4m3(Accumulator<float> (&sums)[kM][kN], const L
       if constexpr (kAcross) {
         b_pair_of_e4m3_trans(b, of_depths[depth % 2 * 2], of_depths[depth % 2 * 2 + 1]);
       } else {
-        b_pair_of_e4m3<Element>(b, of_depths[depth % 2], of_depths[2 + depth % 2]);
+        b_pair_of_e4m3(b, of_depths[depth % 2], of_depths[2 + depth % 2]);
       }
       FFPA_UNROLL
       for (int m = 0; m < kM; ++m) {
-        sums[m][2 * pair].template multiply_add<Element>(a_rmem[depth % 2][m], b[0], b[1]);
-        sums[m][2 * pair + 1].template multiply_add<Element>(a_rmem[depth % 2][m], b[2], b[3]);
+        sums[m][2 * pair].template multiply_add<Half>(a_rmem[depth % 2][m], b[0], b[1]);
+        sums[m][2 * pair + 1].template multiply_add<Half>(a_rmem[depth % 2][m], b[2], b[3]);
       }
     }
   }

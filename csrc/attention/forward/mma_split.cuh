@@ -147,24 +147,31 @@ class ForwardMmaSplit {
     if (params_.q_resident) {  // Q belongs to the first step's copies
       for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, rows, step);
     }
-    if constexpr (Config::kE4m3) {
-      ptx::cp_async_commit_group();
-      scales_ = scales_of_head(params_, rows);
-    }
+    if constexpr (Config::kE4m3) ptx::cp_async_commit_group();
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
     for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
-    if constexpr (Config::kE4m3) interleave_queries();
+    if constexpr (Config::kE4m3) prepare_queries(scales_of_head(params_, rows));
   }
 
-  // Puts the columns of Q, which is resident, into the order that fragments of 8-bit keys have.
-  FFPA_DEVICE void interleave_queries() const {
-    ptx::cp_async_wait_group<0>();  // Q alone is in a group
+  // Makes Q, which is resident, what fragments of 8-bit keys are multiplied with. A warp does so with a row at a time.
+  FFPA_DEVICE void prepare_queries(const KeyScales& scales) {
+    constexpr int kPairs = kKeyColumns / 16;  // two chunks each, in a step
+    ptx::cp_async_wait_group<0>();            // Q alone is in a group
     ptx::sync_block();
-    for (int step = 0; step < key_steps_; ++step) {
-      tile::interleave_tile<kRows, kKeyColumns, kThreads>(q_smem_ + step * Config::kQueryStepBytes,
-                                                          Config::query_layout(), thread_);
+    FFPA_NO_UNROLL
+    for (int row = thread_ / 32; row < kRows; row += Config::kWarps) {
+      const auto chunks_of = [&](int pair, uint32_t (&addresses)[2]) {
+        const uint32_t step_smem = q_smem_ + pair / kPairs * Config::kQueryStepBytes;
+        FFPA_UNROLL
+        for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
+      };
+      const float factor = tile::prepare_row<Element>(key_steps_ * kPairs, chunks_of, lane_);
+      if (lane_ == 0) ptx::st_shared_4(partial_smem_ + row * sizeof(float), float_bits(factor * scales.k));
     }
     ptx::sync_block();
+    tile::for_each_row<kScoreM>([&](int m, int h) { key_scale_[m][h] = statistic(partial_smem_, score_row(m, h)); });
+    value_scale_ = scales.v;
+    ptx::sync_block();  // all have read the factors
   }
 
   // ---- the steps of K and V on their way into shared memory ----
@@ -314,7 +321,7 @@ class ForwardMmaSplit {
             b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
       };
       if constexpr (Config::kE4m3) {  // a chunk is a depth, and so two of them are
-        tile::add_product_of_e4m3<Element, false, kKeyColumns / 16>(s, load_a, load_b);
+        tile::add_product_of_e4m3<false, kKeyColumns / 16>(s, load_a, load_b);
       } else {
         tile::add_product<Element, Config::kAhead, kKeyColumns / 16>(s, load_a, load_b);
       }
@@ -326,7 +333,7 @@ class ForwardMmaSplit {
       for (int n = 0; n < kScoreN; ++n) {
         s[m][n].get(scores[m][n]);
         FFPA_UNROLL
-        for (int e = 0; Config::kE4m3 && e < 4; ++e) scores[m][n][e] *= scales_.k;
+        for (int e = 0; Config::kE4m3 && e < 4; ++e) scores[m][n][e] *= key_scale_[m][e / 2];
       }
     }
   }
@@ -397,7 +404,7 @@ class ForwardMmaSplit {
         ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
       };
       if constexpr (Config::kE4m3) {  // a chunk has the columns of a pair, and a load the rows of two depths
-        tile::add_product_of_e4m3<Probability, true, kValueRows / 16>(
+        tile::add_product_of_e4m3<true, kValueRows / 16>(
             out, load_a, [&](uint32_t (&bytes)[4], int depths, int pair) {
               const uint32_t rows_above = Config::value_layout().bytes(depths * 32);
               ptx::ldmatrix_x4_trans(
@@ -442,6 +449,7 @@ class ForwardMmaSplit {
   FFPA_DEVICE int score_row() const {
     return team_ * Config::kTeamRows + team_warp_ / Config::kScoreWarpsByKeys * Config::kScoreWarpRows;
   }
+  FFPA_DEVICE int score_row(int m, int h) const { return score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row; }
   FFPA_DEVICE int out_row_begin() const { return team_ * Config::kTeamRows; }
   FFPA_DEVICE int out_row(int m, int h) const {
     return out_row_begin() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
@@ -453,10 +461,9 @@ class ForwardMmaSplit {
 
   // Publishes a number that the warp has for one of its rows, for the other warps.
   FFPA_DEVICE void publish(int m, int h, float value) const {
-    const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
-    if (lane_ % 4 == 0) {
-      ptx::st_shared_4(partial_smem_ + (score_warp_by_keys() * kRows + row) * sizeof(float), float_bits(value));
-    }
+    if (lane_ % 4 != 0) return;
+    const int place = score_warp_by_keys() * kRows + score_row(m, h);
+    ptx::st_shared_4(partial_smem_ + place * sizeof(float), float_bits(value));
   }
 
   const typename Config::Arguments& arguments_;
@@ -476,7 +483,7 @@ class ForwardMmaSplit {
 
   int page_of_lane_;          // page of the lane's own run in the tile whose steps come next
   int page_ahead_;            // and in the tile after
-  KeyScales scales_;          // of 8-bit keys
+  float key_scale_[kScoreM][2], value_scale_;  // of 8-bit keys: what scores of a row, and O, are multiplied with
   RowState states_[kScoreM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
 

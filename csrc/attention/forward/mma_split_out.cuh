@@ -69,11 +69,11 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::finish_rows() {
   }
   if (score_warp_by_keys() == 0) {
     tile::for_each_row<kScoreM>([&](int m, int h) {
-      const int row = score_row() + m * 16 + tile::c_coordinate(lane_, 2 * h).row;
+      const int row = score_row(m, h);
       const bool writes = first_column_ == 0 && lane_ % 4 == 0;
       float factor =
           finish_row(params_, rows, row, sink_of(params_, rows, row), states_[m].reference[h], row_sum(row), writes);
-      if constexpr (Config::kE4m3) factor *= scales_.v;
+      if constexpr (Config::kE4m3) factor *= value_scale_;
       ptx::sync_warp();  // all lanes have read the sums of these rows
       publish(m, h, factor);
     });

@@ -106,42 +106,57 @@ FFPA_DEVICE int page_of_lane(const KeyPages& key_pages, const PagedKeys& paged, 
   return lane < kRows / kPageStep ? key_pages.look_up(paged, keys.place(), keys.seen, key + lane * kPageStep) : kNoPage;
 }
 
+// Each warp copies adjacent rows of a tile: a team of lanes copies neighbouring chunks of one row, as many rows at a time
+// as there are teams.
+template <int kRows, int kColumns, int kThreads>
+struct WarpRows {
+  static constexpr int kCount = kRows / (kThreads / 32);             // of a warp
+  static constexpr int kRun = min_of(kCount, kPageStep);             // of them, those that lie together
+  static constexpr int kChunks = kColumns / tile::kChunkElements;    // of a row
+  static constexpr int kLanes = max_of(min_of(kChunks & -kChunks, 32), 32 / kRun), kTeams = 32 / kLanes;
+  static_assert(kCount % kRun == 0 && kPageStep % kRun == 0 && kChunks % kLanes == 0, "lanes have equal shares");
+};
+
 // Does what copy_tile_async does, from row `key` on, a multiple of kPageStep, and from `column` on. Each lane knows the
-// page of one run of kPageStep keys, `of_lane`; the lanes that copy from there ask it. What pages outside the pool
-// would have becomes zeros.
+// page of one run of kPageStep keys, `of_lane`; warps that copy from there ask it. What pages outside the pool would
+// have becomes zeros.
 template <int kRows, int kColumns, int kThreads, class Layout>
 FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout, const KeyPages& key_pages,
                                        const PagedKeys& paged, const PagedWindow& window, int of_lane, int key,
                                        int column, int thread, ptx::CallSite site = ptx::CallSite()) {
-  using Teams = tile::ChunkTeams<kColumns, kThreads>;
+  using Rows = WarpRows<kRows, kColumns, kThreads>;
+  constexpr int kRun = Rows::kRun, kTeams = Rows::kTeams;
   const int lane = thread % 32, first_of_run = key + lane * kPageStep;
   const PageRow at = key_pages.place_in(paged, of_lane, window.place.row, first_of_run);
   const uint32_t found = ptx::vote_ballot(at.page != kNoPage);
   const int64_t of_run = at.page == kNoPage ? 0 : at.page * window.page_stride + at.row * window.row_stride;
 
-  // A thread takes few rows, and few copies, at a time: more would take registers from its surroundings.
-  constexpr int kCopiesOfRow = Teams::kChunksPerRow / Teams::kLanes, kRowsAtATime = clamp(8 / kCopiesOfRow, 1, 4);
-  constexpr int kSlice = min_of(kRows, kRowsAtATime * Teams::kTeams);
-  static_assert(kRows % kSlice == 0, "tiles are whole slices");
-  const int first_row = thread / Teams::kLanes, first_chunk = thread % Teams::kLanes;
-  const uint32_t target = tile_smem + layout.offset(first_row, first_chunk);
-  FFPA_NO_UNROLL
-  for (int slice = 0; slice < kRows; slice += kSlice) {
-    FFPA_UNROLL
-    for (int above = 0; above < kSlice; above += Teams::kTeams) {
-      const int row = first_row + slice + above, run = row / kPageStep;
-      if (kRows % Teams::kTeams != 0 && row >= kRows) break;  // whole warps have no row more
-      const uint32_t low = ptx::shfl_idx(uint32_t(of_run), run), high = ptx::shfl_idx(uint32_t(of_run >> 32), run);
-      const int64_t of_row = (int64_t(high) << 32 | low) + row % kPageStep * window.row_stride + column;
-      const bool exists = (found >> run & 1) != 0 && key + row < window.seen.end;
+  const int team = lane / Rows::kLanes, first_chunk = lane % Rows::kLanes, row_of_lane = thread / 32 * Rows::kCount + team;
+  const int first_column = column + first_chunk * tile::kChunkElements;
+  const uint16_t* const of_lanes = window.origin + team * window.row_stride + first_column;
+  const int64_t step = kTeams * window.row_stride;
+  FFPA_UNROLL
+  for (int more = 0; more < Rows::kCount; more += kRun) {
+    const int first = thread / 32 * Rows::kCount + more, run = first / kPageStep;
+    const uint32_t low = ptx::shfl_idx(uint32_t(of_run), run), high = ptx::shfl_idx(uint32_t(of_run >> 32), run);
+    const uint16_t* source = of_lanes + (int64_t(high) << 32 | low) + first % kPageStep * window.row_stride;
+    const int rows = (found >> run & 1) != 0 ? window.seen.end - key - first : 0;  // that exist
+    const auto copy_row = [&](int row, bool exists) {
       FFPA_UNROLL
-      for (int more = 0; more < Teams::kChunksPerRow; more += Teams::kLanes) {
-        const int chunk = first_chunk + more;
-        const uint32_t to = Teams::kConstantSteps ? target + layout.bytes(slice) + layout.offset(above, more)
-                                                  : tile_smem + layout.offset(row, chunk);
-        ptx::cp_async_16_or_zero(exists && column + chunk * tile::kChunkElements < window.columns, to,
-                                 window.origin + of_row + chunk * tile::kChunkElements, site);
+      for (int chunk = 0; chunk < Rows::kChunks; chunk += Rows::kLanes) {
+        const bool has_columns = first_column + chunk * tile::kChunkElements < window.columns;
+        const uint32_t to = layout.offset(row_of_lane + row % 8, first_chunk + chunk);  // layouts repeat after 8 rows
+        ptx::cp_async_16_or_zero(exists && has_columns, tile_smem + to + layout.bytes(more + row / 8 * 8),
+                                 source + chunk * tile::kChunkElements, site);
       }
+      source += step;
+    };
+    if (rows >= kRun) {
+      FFPA_UNROLL
+      for (int row = 0; row < kRun; row += kTeams) copy_row(row, true);
+    } else {
+      FFPA_NO_UNROLL
+      for (int row = 0; row < kRun; row += kTeams) copy_row(row, team + row < rows);
     }
   }
 }
