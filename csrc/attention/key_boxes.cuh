@@ -46,26 +46,38 @@ class KeysOfTensor {
   FFPA_DEVICE KeysOfTensor(const AttentionParams& params, const MapPlace& place)
       : place_(place), others_follow_(params.is_packed()) {}
 
-  // Brings `boxes` boxes of 64 columns, from `column` on, of each 64 of kKeys keys, from `key` on.
+  // These are kKeys adjacent keys.
+  template <int kKeys>
+  struct Runs {
+    int first;
+  };
+
+  // Returns the kKeys keys from `key` on.
   template <int kKeys = tile::kBox>
-  FFPA_DEVICE auto keys(const ptx::TensorMap& map, int column, int boxes, int key) const {
+  FFPA_DEVICE Runs<kKeys> find(int key) const {
+    return {key};
+  }
+
+  // Brings `boxes` boxes of 64 columns, from `column` on, of each 64 of these keys.
+  template <int kKeys>
+  FFPA_DEVICE auto keys(const ptx::TensorMap& map, int column, int boxes, const Runs<kKeys>& runs) const {
     return [=, &map](uint32_t boxes_smem, uint32_t barrier) {
       FFPA_NO_UNROLL
       for (int more = 0; more < kKeys; more += tile::kBox) {
         FFPA_NO_UNROLL
         for (int box = 0; box < boxes; ++box, boxes_smem += tile::kBoxBytes) {
-          load_box(boxes_smem, map, barrier, place_, column + box * tile::kBox, key + more);
+          load_box(boxes_smem, map, barrier, place_, column + box * tile::kBox, runs.first + more);
         }
       }
     };
   }
 
-  // Brings kKeys keys of V, which are the rows of a box of its map.
-  template <int kKeys = tile::kBox>
-  FFPA_DEVICE auto values(const ptx::TensorMap& map, int column, int boxes, int key) const {
+  // Brings these keys of V, which are the rows of a box of its map.
+  template <int kKeys>
+  FFPA_DEVICE auto values(const ptx::TensorMap& map, int column, int boxes, const Runs<kKeys>& runs) const {
     return [=, &map](uint32_t boxes_smem, uint32_t barrier) {
       for (int box = 0; box < boxes; ++box, boxes_smem += kKeys * tile::kBoxRowBytes) {
-        load_box(boxes_smem, map, barrier, place_, column + box * tile::kBox, key);
+        load_box(boxes_smem, map, barrier, place_, column + box * tile::kBox, runs.first);
       }
     };
   }
@@ -79,8 +91,9 @@ class KeysOfTensor {
 };
 
 // Several warps bring the keys of a step together: each brings the runs of kPageStep keys that are its own, or all keys
-// that lie together with such a run, where it is the first of them. Lanes know the pages of 32 runs, one each, in two
-// adjacent blocks of keys. They look up the next block ahead, so that no copy waits for memory.
+// that lie together with such a run, where it is the first of them. Lanes know where 32 runs lie, one each, in two
+// adjacent blocks of keys. They look up the pages of the next block ahead, so that no copy waits for memory. What a
+// step executes is dear: it takes its few warps longer than the others need for the products.
 template <int kWarps>
 class KeysOfPages {
   static constexpr int kBlockKeys = 16 * kPageStep;
@@ -91,18 +104,39 @@ class KeysOfPages {
   // The row tile is the one that the warp keeps.
   FFPA_DEVICE KeysOfPages(const AttentionParams& params, const KeyPages& pages, const KeptRows& kept, int warp)
       : params_(params), pages_(pages), kept_(kept), warp_(warp) {
-    const MapPlace place = place_of_keys<true>(params, kept.get());
-    head_ = place.head;
-    first_row_ = place.row;
+    head_ = place_of_keys<true>(params, kept.get()).head;
   }
 
-  // Brings `boxes` boxes of 64 columns, from `column` on, of each 64 of kKeys keys, from `key` on.
+  // The runs of a step that the warp may bring.
+  template <int kKeys>
+  struct Runs {
+    static constexpr int kMost = ceil_div(kKeys / kPageStep, kWarps);
+    PageRow at[kMost];
+  };
+
+  // Returns where the warp's runs of the kKeys keys from `key` on lie. All lanes call this. Blocks mostly follow each
+  // other, and values are at most one block behind keys.
   template <int kKeys = tile::kBox>
-  FFPA_DEVICE auto keys(const ptx::TensorMap& map, int column, int boxes, int key) {
+  FFPA_DEVICE Runs<kKeys> find(int key) {
+    static_assert(kWarps * kPageStep == tile::kBox, "as many keys as lie together at most have a run in each warp");
+    const int block = uint32_t(key) / kBlockKeys;
+    if (block != now_ && block != now_ - 1) look_up(block);
+    Runs<kKeys> runs;
+    FFPA_UNROLL
+    for (int i = 0; i < Runs<kKeys>::kMost; ++i) {
+      const int lane = uint32_t(key + warp_ * kPageStep + i * tile::kBox) / kPageStep % 32;
+      runs.at[i] = {ptx::shfl_idx(of_lane_.page, lane), ptx::shfl_idx(of_lane_.row, lane)};
+    }
+    return runs;
+  }
+
+  // Brings `boxes` boxes of 64 columns, from `column` on, of each 64 of these keys.
+  template <int kKeys>
+  FFPA_DEVICE auto keys(const ptx::TensorMap& map, int column, int boxes, const Runs<kKeys>& runs) const {
     return [=, &map] {
-      const auto runs = find<kKeys>(key, pages_.together());
+      const int count = count_of<kKeys>(pages_.together());
       const auto start = [=, &map](uint32_t boxes_smem, uint32_t barrier) {
-        for_each(runs, [&](int row, const PageRow& at) {
+        for_each(runs, count, [&](int row, const PageRow& at) {
           const int row_of_boxes = row / tile::kBox * boxes * tile::kBox + row % tile::kBox;
           uint32_t box_smem = boxes_smem + row_of_boxes * tile::kBoxRowBytes;
           FFPA_NO_UNROLL
@@ -111,18 +145,18 @@ class KeysOfPages {
           }
         });
       };
-      return tile::part_of_step(runs.count * boxes * pages_.together() * tile::kBoxRowBytes, start);
+      return tile::part_of_step(count * boxes * pages_.together() * tile::kBoxRowBytes, start);
     };
   }
 
-  // Brings kKeys keys of V, kPageStep at a time, each of these with all its `boxes` boxes: [step][box][row of the
+  // Brings these keys of V, kPageStep at a time, each of these with all its `boxes` boxes: [step][box][row of the
   // step].
-  template <int kKeys = tile::kBox>
-  FFPA_DEVICE auto values(const ptx::TensorMap& map, int column, int boxes, int key) {
+  template <int kKeys>
+  FFPA_DEVICE auto values(const ptx::TensorMap& map, int column, int boxes, const Runs<kKeys>& runs) const {
     return [=, &map] {
-      const auto runs = find<kKeys>(key, kPageStep);
+      const int count = count_of<kKeys>(kPageStep);
       const auto start = [=, &map](uint32_t boxes_smem, uint32_t barrier) {
-        for_each(runs, [&](int row, const PageRow& at) {
+        for_each(runs, count, [&](int row, const PageRow& at) {
           uint32_t step_smem = boxes_smem + row * boxes * tile::kBoxRowBytes;
           if (pages_.has_whole_boxes()) {
             ptx::tma_load_5d(step_smem, &map, barrier, 0, at.row, column / tile::kBox, head_, at.page);
@@ -134,66 +168,54 @@ class KeysOfPages {
           }
         });
       };
-      return tile::part_of_step(runs.count * boxes * kPageStepBytes, start);
+      return tile::part_of_step(count * boxes * kPageStepBytes, start);
     };
   }
 
   FFPA_DEVICE uint64_t live_rows(int key, int count) const { return live_box_rows(count - key, true); }
 
  private:
-  // The runs of a step that the warp brings: the first `count` of these.
+  // Returns how many of its runs the warp brings, if `together` keys from each of them on come with it.
   template <int kKeys>
-  struct Runs {
-    static constexpr int kMost = ceil_div(kKeys / kPageStep, kWarps);
-    PageRow at[kMost];
-    int count;
-  };
-
-  // Returns where the runs of kKeys keys lie that the warp brings, if `together` keys from each of its runs on come
-  // with it. All lanes call this. Blocks mostly follow each other, and values are at most one block behind keys.
-  template <int kKeys>
-  FFPA_DEVICE Runs<kKeys> find(int key, int together) {
-    static_assert(kWarps * kPageStep == tile::kBox, "as many keys as lie together at most have a run in each warp");
-    const int block = key / kBlockKeys, own = warp_ * kPageStep;
-    if (block != now_ && block != now_ - 1) look_up(block);
-    Runs<kKeys> runs;
-    runs.count = own < kKeys && (own & (together - 1)) == 0 ? Runs<kKeys>::kMost : 0;
-    FFPA_UNROLL
-    for (int i = 0; i < Runs<kKeys>::kMost; ++i) {
-      const int first = key + own + i * tile::kBox;
-      runs.at[i] = pages_.place_in(params_.paged, ptx::shfl_idx(of_lane_, first / kPageStep % 32), first_row_, first);
-    }
-    return runs;
+  FFPA_DEVICE int count_of(int together) const {
+    const int own = warp_ * kPageStep;
+    return own < kKeys && (own & (together - 1)) == 0 ? Runs<kKeys>::kMost : 0;
   }
 
-  // Makes sure that the lanes know the runs of a block, of the one before, and of the next.
+  // Makes sure that the lanes know the runs of a block, of the one before, and the pages of the next.
   FFPA_DEVICE void look_up(int block) {
     FFPA_NO_UNROLL
     for (int last = block == now_ + 1 ? block + 1 : block; last <= block + 1; ++last) {
-      of_lane_ = ahead_;
-      const int lane = ptx::lane_id(), of_half = last - ((lane / 16 ^ last) & 1);  // block of half of the lanes
       const SharedRowTile rows = kept_.get();
-      ahead_ = pages_.look_up(params_.paged, place_of_keys<true>(params_, rows),
-                              {visible_keys_begin(rows), visible_keys_end(rows)},
-                              of_half * kBlockKeys + lane % 16 * kPageStep);
+      const MapPlace place = place_of_keys<true>(params_, rows);
+      of_lane_ = pages_.place_in(params_.paged, ahead_, place.row, run_of_lane(last - 1));
+      ahead_ =
+          pages_.look_up(params_.paged, place, {visible_keys_begin(rows), visible_keys_end(rows)}, run_of_lane(last));
     }
     now_ = block;
   }
 
-  // Calls function(row of the step, place) for each of the runs.
+  // Returns the first key of the lane's run, where lanes have those of a block, the last one, and of the one before.
+  static FFPA_DEVICE int run_of_lane(int last) {
+    const int lane = ptx::lane_id(), block = last - ((lane / 16 ^ last) & 1);
+    return block * kBlockKeys + lane % 16 * kPageStep;
+  }
+
+  // Calls function(row of the step, place) for the first `count` of the runs.
   template <class Runs, class Function>
-  FFPA_DEVICE void for_each(const Runs& runs, const Function& function) const {
+  FFPA_DEVICE void for_each(const Runs& runs, int count, const Function& function) const {
     FFPA_UNROLL
     for (int i = 0; i < Runs::kMost; ++i) {
-      if (i < runs.count) function(warp_ * kPageStep + i * tile::kBox, runs.at[i]);
+      if (i < count) function(warp_ * kPageStep + i * tile::kBox, runs.at[i]);
     }
   }
 
   const AttentionParams& params_;
   const KeyPages& pages_;
   KeptRows kept_;
-  int warp_, head_, first_row_, now_ = -2;
-  int of_lane_ = kNoPage, ahead_ = kNoPage;  // pages of a run in the blocks up to now_, and up to the next
+  int warp_, head_, now_ = -2;
+  PageRow of_lane_ = {kNoPage, 0};  // where a run of the blocks up to now_ lies
+  int ahead_ = kNoPage;             // page of a run of the blocks up to the next
 };
 
 }  // namespace ffpa

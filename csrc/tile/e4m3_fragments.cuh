@@ -41,8 +41,8 @@ FFPA_DEVICE void b_pair_of_e4m3_trans(uint32_t (&fragments)[4], uint32_t first, 
   }
 }
 
-// Returns the biased exponent of the largest of a row's elements, that of BFloat16; all lanes of the warp call this. The
-// row is 16 · `pairs` elements, two chunks for each of `pairs`, where chunks_of(pair, addresses) says.
+// Returns the biased exponent of the largest of a row's elements, that of BFloat16; all lanes of the warp call this.
+// The row is 16 · `pairs` elements, two chunks for each of `pairs`, where chunks_of(pair, addresses) says.
 template <class ChunksOf>
 FFPA_DEVICE uint32_t largest_exponent(int pairs, const ChunksOf& chunks_of, int lane) {
   uint32_t largest = 0;
@@ -65,7 +65,8 @@ FFPA_DEVICE uint32_t largest_exponent(int pairs, const ChunksOf& chunks_of, int 
 
 // Makes a row of A in shared memory what b_pair_of_e4m3() asks for: Half, each 16 elements in its order. A row of
 // BFloat16, whose exponents are more than those of Half, is multiplied with the power of two that makes its largest
-// element one of the largest of Half; what is 2^-29 of that, or more, keeps all of its bits. Returns the power's inverse.
+// element one of the largest of Half; what is 2^-29 of that, or more, keeps all of its bits. Returns the power's
+// inverse.
 template <class Element, class ChunksOf>
 FFPA_DEVICE float prepare_row(int pairs, const ChunksOf& chunks_of, int lane) {
   float factor = 1, inverse = 1;

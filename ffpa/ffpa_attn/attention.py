@@ -14,6 +14,8 @@ from .operators import again, dispatch_keys, forms, paged
 from .operators.options import options_of
 from .specs.problem import LevelType, MMAAccType
 
+_OF_POOLS = {"k_pages": "k", "v_pages": "v"}  # what the operators' arguments are called here
+
 
 def ffpa(
     q: torch.Tensor,
@@ -153,7 +155,7 @@ def ffpa_varlen(
         scales = page_checks.scales_of(k_scale, v_scale, k.device)
         where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, k_scale=scales[0], v_scale=scales[1])
         wanted = return_lse, return_max_logits
-        return paged.attend(q, k, v, where, sinks, out, options, *wanted, names={"k_pages": "k", "v_pages": "v"})
+        return paged.attend(q, k, v, where, sinks, out, options, *wanted, names=_OF_POOLS)
     page_checks.no_scales(k_scale, v_scale)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
@@ -241,6 +243,14 @@ def explain(
     direction: str = "forward",
     sinks: torch.Tensor | None = None,
     return_max_logits: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     **unknown,
 ) -> Choice:
     """Says which kernel ffpa would run for these arguments, and why; nothing runs, and no GPU is needed.
@@ -248,6 +258,19 @@ def explain(
     arch ("sm_80", "sm_90", …) asks as if tensors were on such a GPU; they may then be on the CPU or meta, and
     fake ones are taken everywhere. An installation without kernels answers as an installed wheel would, and says so.
     direction="backward" asks for gradients. The answer prints as lines; .kernel, .why and .rejected hold the parts.
+
+    Calls of ffpa_varlen and ffpa_with_kvcache are asked about with these keywords; the others are those of ffpa. What
+    offsets, lengths, tables and scales hold is not read.
+
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+                 say that q, k and v are packed sequences; all four are needed.
+    block_table, seqused_k
+                 say that k and v are pools of pages, and seqused_k alone, which is cache_seqlens then, that they are a
+                 cache without pages. q is packed, with cu_seqlens_q and max_seqlen_q, or [B, N, Hq, D]. max_seqlen_k is
+                 what the cache can hold, if it is not given; a cache_batch_idx is block_table=cache_batch_idx[:, None].
+                 New rows and left padding change nothing; the kernel that writes rows is not named.
+    k_scale, v_scale
+                 are those of 8-bit pools and caches.
     """
     if unknown:
         words.refuse(explain, unknown)
@@ -259,14 +282,37 @@ def explain(
     options = options_of(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
     arch = arguments.arch(arch, q)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask, sinks))
+    arguments.one_of("direction", direction, ("forward", "backward"))
+    of_heads = sinks, arguments.flag("return_max_logits", return_max_logits)
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if block_table is not None or seqused_k is not None:
+        page_checks.explained(
+            q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, mask, layout, direction
+        )
+        scales = page_checks.scales_of(k_scale, v_scale, k.device, k.new_full)
+        page_checks.no_gradients(q=q, k=k, v=v, sinks=sinks, out=out, k_scale=scales[0], v_scale=scales[1])
+        maxima = page_checks.maxima(q, k, block_table, max_seqlen_q, max_seqlen_k)
+        form = forms.Paged(k, cu_seqlens_q, seqused_k, block_table, None, None, 0, *maxima, *of_heads, options, scales)
+    elif any(x is not None for x in offsets):
+        arguments.only_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        arguments.no_mask_and_layout("cu_seqlens_q", mask, layout)
+        form = forms.Packed(*offsets, *of_heads)
+    else:
+        form = forms.Dense(arguments.layout(layout), mask, *of_heads)
+    if form.pages is None:
+        page_checks.no_scales(k_scale, v_scale)
     q, k, v = dispatch_keys.as_autocast_would(q, k, v)
-    form = forms.Dense(arguments.layout(layout), mask, sinks, arguments.flag("return_max_logits", return_max_logits))
-    form.check(q, k, v)
-    memory_checks.rows(q=q, k=k, v=v)
+    try:
+        form.check(q, k, v)
+        memory_checks.rows(**form.named(q, k, v))
+    except (TypeError, ValueError) as error:
+        raise page_checks.renamed(error, _OF_POOLS) from None
     if out is not None:
         arguments.output("out", out, (*q.shape[:-1], v.shape[-1]), q)
-    if arguments.one_of("direction", direction, ("forward", "backward")) == "forward":
+    if direction == "forward":
         options = {**options, "return_lse": return_lse or needs_grad}
+    else:
+        options = dispatch_keys.rule_of(options)
     problem = forms.describe(form, direction, q, k, v, options, out, device="cuda" if arch else None, arch=arch)
     return choose(problem._replace(supposed=arch is not None and native.record() is None), env.run_flags())
 

@@ -90,13 +90,11 @@ def ffpa_with_kvcache(
         batch, _ = page_checks.sequences(q, cu_seqlens_q)
         n = int(cache_seqlens) if isinstance(cache_seqlens, Integral) else cache_seqlens
         cache_seqlens = torch.full((batch,), n, dtype=torch.int32, device=q.device)
-    if max_seqlen_k is None:
-        max_seqlen_k = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    maxima = page_checks.maxima(q, k_cache, block_table, max_seqlen_q, max_seqlen_k)
     more = page_checks.new_rows(k, cu_seqlens_k_new)
     where = paged.Where(
-        cu_seqlens_q, cache_seqlens, block_table, q.shape[1] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k,
-        cache_leftpad, cu_seqlens_k_new, more, k_scale, v_scale,
-    )  # fmt: skip
+        cu_seqlens_q, cache_seqlens, block_table, *maxima, cache_leftpad, cu_seqlens_k_new, more, k_scale, v_scale
+    )
     wanted = return_lse, return_max_logits
     new = None if k is None else (k, v)
     return paged.attend(q, k_cache, v_cache, where, sinks, out, options, *wanted, new, names=names)

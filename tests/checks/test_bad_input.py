@@ -310,7 +310,6 @@ WORDS = [
     ("softmax_scale", "pass it as scale="),
     ("window_size", r"pass it as window=\(left, right\)"),
     ("casual", "did you mean `causal`"),
-    ("cu_seqlens_q", "packed sequences go to ffpa_varlen"),
     ("s_aux", r"pass it as sinks=, a tensor \[Hq\]"),
     ("sink", "pass it as sinks="),
     ("learnable_sink", "pass it as sinks="),
@@ -332,6 +331,9 @@ def test_words_of_other_functions(function, word, way_out):
 @pytest.mark.parametrize(
     "function, word, way_out",
     [
+        (ffpa, "cu_seqlens_q", "packed sequences go to ffpa_varlen"),
+        (explain, "page_table", "pass it as block_table="),
+        (explain, "cache_seqlens", "a cache of keys goes to ffpa_with_kvcache; to explain it is k, v and seqused_k"),
         (ffpa_varlen, "is_causal", "pass causal=True"),
         (ffpa_varlen, "attn_mask", "ffpa_varlen has no `mask`; call ffpa with it, for one sequence at a time"),
         (ffpa_varlen, "page_table", "pass it as block_table="),

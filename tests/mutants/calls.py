@@ -235,6 +235,22 @@ MUTANTS = [
         ("explain: autocast forgotten", "q, k, v = dispatch_keys.as_autocast_would(q, k, v)", "pass"),
     ),
     *edits_in(
+        "attention.py",
+        "tests/operators/test_explain.py",
+        ("explain: pages have no scales", "*maxima, *of_heads, options, scales)", "*maxima, *of_heads, options)"),
+        ("explain: pages have gradients", "page_checks.no_gradients(q=q, k=k, v=v, sinks=sinks, out=out, k_scale=scales[0], v_scale=scales[1])", "pass"),
+        ("explain: the operators' names", "raise page_checks.renamed(error, _OF_POOLS) from None", "raise"),
+        ("explain: a backward has a level", "options = dispatch_keys.rule_of(options)", "pass"),
+        ("explain: dense tensors have scales", "if form.pages is None:", "if False:"),
+    ),
+    *edits_in(
+        "checks/page_checks.py",
+        "tests/operators/test_explain.py",
+        ("explain: sequences as long as the cache", "room if max_seqlen_k is None else max_seqlen_k", "room"),
+        ("explain: real scales of fake tensors", "return full((1,)", "return torch.full((1,)"),
+        ("explain: pages have a backward", 'if direction == "backward":', "if False:"),
+    ),
+    *edits_in(
         "env.py",
         "tests/test_env.py -k reports",
         ("reports: letters that stdout lacks", 'sys.stdout.reconfigure(errors="ffpa_attn.escapes")', "pass"),

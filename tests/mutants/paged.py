@@ -29,9 +29,10 @@ MUTANTS = [
         ("pages: V of the first columns", "0, at.row, column / tile::kBox,", "0, at.row, 0 * column,"),
         ("pages: K of the first columns", "column + box * tile::kBox, at.row, head_,", "column, at.row, head_,"),
         ("pages: K of the first head", "box * tile::kBox, at.row, head_, at.page", "box * tile::kBox, at.row, 0, at.page"),
-        ("pages: all warps bring the same keys", "const int first = key + own +", "const int first = key +"),
+        ("pages: all warps bring the same keys", "uint32_t(key + warp_ * kPageStep + i * tile::kBox)", "uint32_t(key + i * tile::kBox)"),
         ("pages: blocks that were left", "if (block != now_ && block != now_ - 1) look_up(block);", "if (block > now_) look_up(block);"),
         ("pages: blocks of the other lanes", "(lane / 16 ^ last) & 1", "lane / 16 & 1"),
+        ("pages: rows of the block after", "place.row, run_of_lane(last - 1));", "place.row, run_of_lane(last));"),
     ),
     *edits_in(
         "csrc/tile/box_ring.cuh",

@@ -3,7 +3,7 @@
 import pages
 import pytest
 import torch
-from ffpa_attn import env, ffpa_varlen, ffpa_with_kvcache
+from ffpa_attn import env, explain, ffpa_varlen, ffpa_with_kvcache
 from ffpa_attn.backends import dequantised, levels
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import native
@@ -95,13 +95,48 @@ def test_kernels_convert_on_the_way(case, rows, device, monkeypatch):
         pytest.skip("32 rows are the fewest there")
     monkeypatch.setattr(levels, "E4M3_SHAPES", [shape for shape in E4M3_SHAPES if shape.rows == rows])
     dtype = torch.bfloat16 if case[0] in (128, 512) else torch.float16
+    monkeypatch.setenv("FFPA_BACKEND", "mma")
     if device == "cuda":
         plan = attend(case, "of heads", dtype, "cuda")
     else:
-        monkeypatch.setenv("FFPA_BACKEND", "mma")
         with emulate("sm_80", seed=3):
             plan = attend(case, "of heads", dtype)
     assert plan.spec.e4m3 and plan.spec.rows == rows
+
+
+@pytest.mark.parametrize("d, heads", [(128, (32, 8)), (256, (32, 8)), (512, (32, 4)), (1024, (16, 2))])
+def test_prompts_are_dequantised_and_few_rows_are_converted_on_the_way(d, heads):
+    def chosen(n_q: int, n_k: int, dtype=torch.bfloat16):
+        q = torch.empty(8, n_q, heads[0], d, dtype=dtype, device="meta")
+        pool = torch.empty(100, 64, heads[1], d, dtype=E4M3, device="meta")
+        table, used = (torch.empty(8, *more, dtype=torch.int32, device="meta") for more in ((n_k // 64,), ()))
+        given = {"block_table": table, "seqused_k": used, "causal": True, "arch": "sm_90"}
+        return explain(q, pool, pool.clone(), **given)
+
+    assert chosen(1, 8192).backend == chosen(8, 8192).backend == chosen(2, 128).backend == "mma"
+    assert chosen(64, 8192).backend == chosen(8192, 8192).backend == chosen(512, 32768).backend == "hopper"
+    assert "is estimated to take" in str(chosen(1, 8192))
+    assert chosen(8192, 8192, torch.float16).backend == "mma"  # what scales make of numbers may be more than it holds
+
+
+@pytest.mark.parametrize("kind", ["powers of two", "zeros", "the largest", "far apart"])
+def test_rows_of_any_magnitude_meet_8_bit_keys(kind, monkeypatch):
+    """A row of bfloat16 becomes float16 on its way to the products, whatever its numbers are."""
+    monkeypatch.setenv("FFPA_BACKEND", "mma")
+    pool = eight_bits(pages.make([200], 16, 1, 128, dtype=torch.bfloat16))
+    q = torch.randn(5, 2, 128).bfloat16()
+    factors = {"zeros": 0.0, "the largest": 2.0**120}.get(kind, 1.0)
+    q *= torch.tensor(factors).bfloat16()
+    if kind == "powers of two":
+        q *= (2.0 ** torch.arange(-60, 60, 12).view(5, 2, 1)).bfloat16()
+    if kind == "far apart":
+        q[..., ::2] *= 2.0**-25
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    given = {"block_table": pool.table, "seqused_k": pool.used, "scale": 2.0**-100 if kind == "the largest" else 0.1}
+    with emulate("sm_80", seed=3):
+        out, lse = ffpa_varlen(q, pool.k, pool.v, offsets, None, 5, 200, return_lse=True, **given)
+    of_sequence = keys_of(pool, torch.ones(()), torch.ones(()), torch.bfloat16)[0]
+    pages.assert_attends(q, of_sequence, out, lse, scale=given["scale"])
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])

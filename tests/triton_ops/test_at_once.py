@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import struct
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from cases import Case, make_mask
 from ffpa_attn import env
-from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
+from ffpa_attn.backends import dequantised, triton_attention, triton_fp8, triton_merge
 from ffpa_attn.backends.reference import Rule
 from ffpa_attn.launching import native, structs
+from ffpa_attn.launching.attention_call import Pages
 from ffpa_attn.operators import again, ops
 from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.triton_ops import launch as triton_launch
@@ -137,10 +139,9 @@ def heard(monkeypatch):
     """Gives the launches of kernels, which nobody runs: (by Triton, by C, of each call of C how many)."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it defines the kernels
-    from ffpa_attn.triton_ops import backward_kernels, forward_kernels, fp8_kernels, merge_kernels, persistent_kernels
-
     by_triton, by_c, calls, scratch = [], [], [], {}
-    for module in (backward_kernels, forward_kernels, fp8_kernels, merge_kernels, persistent_kernels):
+    for work in ("backward", "forward", "fp8", "merge", "page", "persistent"):
+        module = importlib.import_module(f"ffpa_attn.triton_ops.{work}_kernels")
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Kernel(kernel, by_triton))
@@ -263,7 +264,7 @@ def test_packed_calls(direction, heard):
 
 @of_cpu
 def test_other_kernels(heard):
-    """The persistent forward, and what adds results to others."""
+    """The persistent forward, what adds results to others, and what dequantises pages."""
     case = Case(batch=1, heads_q=2, heads_kv=2, n_q=70, n_k=90, d=64)
     plan, rule = plan_of("forward", case)
     plan = plan._replace(cores=3, slice_rows=32, descriptors=False)
@@ -283,6 +284,17 @@ def test_other_kernels(heard):
 
     triton_launch.memo_of.cache_clear()
     check(heard, lambda *given: triton_merge._by_triton(*given, False), merged(0), merged(1), 1)
+    heard.by_triton.clear(), heard.by_c.clear(), heard.calls.clear()
+
+    def dequantise(pool, used, table, scale):
+        pages = Pages(used, table, 40, added=used)
+        dequantised._by_triton(pool.transpose(1, 2), pages, slice(1, 3), scale, torch.float16)
+
+    def paged(seed):
+        table = torch.full((3, 4), seed, dtype=torch.int32)
+        return [torch.zeros(5, 16, 2, 72).to(torch.float8_e4m3fn), table[0], table, torch.ones(2)]
+
+    check(heard, dequantise, paged(0), paged(1), 1)
 
 
 @of_cpu

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ffpa"))
 import sass_descriptors
 import triton
 from ffpa_attn import env
-from ffpa_attn.backends import triton_attention, triton_fp8, triton_merge
+from ffpa_attn.backends import dequantised, triton_attention, triton_fp8, triton_merge
 from ffpa_attn.launching.compiled import image
 from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.triton_ops import (
@@ -28,6 +28,7 @@ from ffpa_attn.triton_ops import (
     forward_kernels,
     fp8_kernels,
     merge_kernels,
+    page_kernels,
     parameters,
     persistent_kernels,
 )
@@ -58,11 +59,12 @@ EVERY_RULE = {
     "LARGEST": True,
 }
 _POINTERS = {
-    **dict.fromkeys(("offsets_q", "offsets_k"), "*i32"),
+    **dict.fromkeys(("offsets_q", "offsets_k", "used", "added", "table"), "*i32"),
     **dict.fromkeys(("x_column_stride", "x8_column_stride", "column_stride", "heads", "n", "arranged_n"), "i32"),
     **dict.fromkeys(("more_out_step", "more_lse_step", "parts"), "i32"),
+    **dict.fromkeys(("table_step", "scale_step", "pages", "entries", "page_rows", "more"), "i32"),
     **dict.fromkeys(("q_scales", "k_scales", "v_scales", "scale", "maxima"), "*fp32"),
-    "x8": "*fp8e4nv",
+    **dict.fromkeys(("x8", "pool"), "*fp8e4nv"),
     **dict.fromkeys(
         (
             "grad_lse",
@@ -224,6 +226,7 @@ def main(arch: str, d: int) -> dict[str, list]:
         "GIVEN": "grad_lse",
         "P_EXPONENT": 8,
         "LARGEST_OUT": float("inf"),
+        **dict.fromkeys(("ADDED", "TABLE", "SCALED"), True),
     }
     options |= {"V_AS_IT_IS": options["TMA"], "Q_SCALED": True, "K_SCALE": "block", "V_SCALE": "block"}
     kernels = (
@@ -238,6 +241,7 @@ def main(arch: str, d: int) -> dict[str, list]:
         (fp8_kernels.block_maxima_kernel, triton_fp8.QUANTIZED),
         (fp8_kernels.quantize_kernel, triton_fp8.QUANTIZED),
         (merge_kernels.merge_kernel, triton_merge.TILES),
+        (page_kernels.dequantise_kernel, dequantised.TILES),
         (persistent_kernels.persistent_forward_kernel, persistent.over_rows),
     )
     for kernel, tiles in kernels if cuda else kernels[-1:]:

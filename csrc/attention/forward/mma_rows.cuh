@@ -126,9 +126,11 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
   const auto load_tile = [&](const auto& matrix_gmem, uint32_t slot, int index) {
     if (index < end_tile) {
       if constexpr (Config::kPaged) {
-        const int page = page_of_lane<kKeys>(arguments.key_pages, params.paged, keys, index * kKeys, lane);
-        copy_paged_keys_async<kKeys, kHeadDim, Config::kThreads>(slot, kLayout, arguments.key_pages, params.paged,
-                                                                 matrix_gmem, page, index * kKeys, 0, thread);
+        const int key = index * kKeys;
+        const int page = page_of_lane<kKeys>(arguments.key_pages, params.paged, keys, key, lane);
+        copy_paged_keys_async<kKeys, kHeadDim, Config::kThreads>(
+            slot, kLayout, matrix_gmem,
+            run_of_lane(arguments.key_pages, params.paged, keys, matrix_gmem, page, key, lane), 0, key, 0, thread);
       } else {
         tile::copy_mostly_whole_tile_async<kKeys, kHeadDim, Config::kThreads>(
             slot, kLayout, tile::window_at(matrix_gmem, index * kKeys, 0), thread);

@@ -141,8 +141,8 @@ class ForwardMmaSplit {
 
     if (first_tile_ == end_tile_) return;
     if constexpr (kLooksAhead) {
-      page_of_lane_ = look_up(first_tile_);
-      page_ahead_ = look_up(first_tile_ + 1);
+      page_ahead_ = look_up(first_tile_);
+      look_ahead(first_tile_);
     }
     if (params_.q_resident) {  // Q belongs to the first step's copies
       for (int step = 0; step < key_steps_; ++step) copy_queries(q_smem_ + step * Config::kQueryStepBytes, rows, step);
@@ -153,28 +153,9 @@ class ForwardMmaSplit {
     if constexpr (Config::kE4m3) prepare_queries(scales_of_head(params_, rows));
   }
 
-  // Makes Q, which is resident, what fragments of 8-bit keys are multiplied with. A warp does so with a row at a time.
-  FFPA_DEVICE void prepare_queries(const KeyScales& scales) {
-    constexpr int kPairs = kKeyColumns / 16;  // two chunks each, in a step
-    ptx::cp_async_wait_group<0>();            // Q alone is in a group
-    ptx::sync_block();
-    FFPA_NO_UNROLL
-    for (int row = thread_ / 32; row < kRows; row += Config::kWarps) {
-      const auto chunks_of = [&](int pair, uint32_t (&addresses)[2]) {
-        const uint32_t step_smem = q_smem_ + pair / kPairs * Config::kQueryStepBytes;
-        FFPA_UNROLL
-        for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
-      };
-      const float factor = tile::prepare_row<Element>(key_steps_ * kPairs, chunks_of, lane_);
-      if (lane_ == 0) ptx::st_shared_4(partial_smem_ + row * sizeof(float), float_bits(factor * scales.k));
-    }
-    ptx::sync_block();
-    tile::for_each_row<kScoreM>([&](int m, int h) { key_scale_[m][h] = statistic(partial_smem_, score_row(m, h)); });
-    value_scale_ = scales.v;
-    ptx::sync_block();  // all have read the factors
-  }
+  // ---- Q, and the steps of K and V on their way into shared memory: forward/mma_split_copies.cuh ----
 
-  // ---- the steps of K and V on their way into shared memory ----
+  FFPA_DEVICE void prepare_queries(const KeyScales& scales);
 
   // The step that a ring brings next: steps 0 … are those of K; those of V follow, counted on, for each column group.
   struct Feed {
@@ -188,77 +169,20 @@ class ForwardMmaSplit {
     return kOwnRings && kOperand == kOfValues ? value_feed_ : key_feed_;
   }
 
-  // Starts the copies of the next step in the ring of the operand, if there is one.
   template <Operand kOperand>
-  FFPA_DEVICE void load_next_step() {
-    constexpr bool kOnlyKeys = kOwnRings && kOperand == kOfKeys, kOnlyValues = kOwnRings && kOperand == kOfValues;
-    Feed& next = feed<kOperand>();
-    if (next.tile == end_tile_) return;
-    const uint32_t slot = next.ring.begin_fill();
-    if (kOnlyKeys || (!kOnlyValues && next.step < key_steps_)) {
-      copy_keys(slot, next.tile, next.step);
-    } else {
-      copy_values(slot, next.tile, next.step - key_steps_, next.group);
-    }
-    next.ring.end_fill();
-
-    if (++next.step < key_steps_ + (kOnlyKeys ? 0 : kValueSteps)) return;
-    next.step = kOnlyValues ? key_steps_ : 0;
-    if (Config::kStreamed && !kOnlyKeys && ++next.group < Config::column_groups(params_)) {
-      next.step = key_steps_;
-      return;
-    }
-    next.group = 0;
-    ++next.tile;
-    if constexpr (kLooksAhead) {
-      page_of_lane_ = page_ahead_;
-      page_ahead_ = look_up(next.tile + 1);
-    }
-  }
-
-  // Returns the page of the lane's own run of keys, of those of a tile.
+  FFPA_DEVICE void load_next_step();
+  FFPA_DEVICE void look_ahead(int tile);
   FFPA_DEVICE int look_up(int tile) const { return look_up_keys<kKeys>(tile * kKeys); }
   template <int kCount>
-  FFPA_DEVICE int look_up_keys(int key) const {
-    return page_of_lane<kCount>(arguments_.key_pages, params_.paged, keys_.get(), key, lane_);
-  }
-
-  FFPA_DEVICE void copy_queries(uint32_t target_smem, const SharedRowTile& rows, int step) const {
-    copy_queries_async<kRows, kKeyColumns, kThreads>(target_smem, Config::query_layout(), params_, rows,
-                                                     step * kKeyColumns, thread_);
-  }
-
-  FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const {
-    copy_async<kKeys, kKeyColumns>(slot, Config::key_layout(), window_of_k(params_, keys_.get()), tile * kKeys,
-                                   step * kKeyColumns);
-    if (!params_.q_resident) copy_queries(slot + Config::kKeyStepBytes, rows_.get(), step);
-  }
-
-  FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const {
-    copy_async<kValueRows, kColumns>(slot, Config::value_layout(), window_of_v(params_, keys_.get()),
-                                     tile * kKeys + step * kValueRows,
-                                     Config::kStreamed ? group * kColumns : first_column_);
-  }
-
-  // Starts the copy of rows of K or V from `key` on, and of columns from `column` on.
+  FFPA_DEVICE int look_up_keys(int key) const;
+  template <class Window>
+  FFPA_DEVICE const uint16_t* run_of(const Window& window, int page, int key) const;
+  FFPA_DEVICE void copy_queries(uint32_t target_smem, const SharedRowTile& rows, int step) const;
+  FFPA_DEVICE void copy_keys(uint32_t slot, int tile, int step) const;
+  FFPA_DEVICE void copy_values(uint32_t slot, int tile, int step, int group) const;
   template <int kCopiedRows, int kCopiedColumns, class Window>
-  FFPA_DEVICE void copy_async(uint32_t slot, const typename Config::Layout& layout, const Window& window, int key,
-                              int column) const {
-    if constexpr (Config::kPaged) {
-      constexpr int kPerElement = Config::kPerElement;
-      Window of_16_bits = window;
-      of_16_bits.columns /= kPerElement;
-      const int run = key % kKeys / kPageStep;  // of those that lanes know, the first one that is copied
-      const int page = !kLooksAhead ? look_up_keys<kCopiedRows>(key)
-                       : run == 0   ? page_of_lane_
-                                    : ptx::shfl_idx(page_of_lane_, (lane_ + run) % 32);
-      copy_paged_keys_async<kCopiedRows, kCopiedColumns / kPerElement, kThreads>(
-          slot, layout, arguments_.key_pages, params_.paged, of_16_bits, page, key, column / kPerElement, thread_);
-    } else {
-      tile::copy_tile_async<kCopiedRows, kCopiedColumns, kThreads>(slot, layout, tile::window_at(window, key, column),
-                                                                   thread_);
-    }
-  }
+  FFPA_DEVICE void copy_async(uint32_t slot, const typename Config::Layout& layout, Window window,
+                              const uint16_t* of_lane, int key, int column) const;
 
   template <Operand kOperand>
   FFPA_DEVICE uint32_t next_step() {
@@ -308,17 +232,13 @@ class ForwardMmaSplit {
       const uint32_t k_smem = next_step<kOfKeys>();
       const uint32_t q_smem =
           params_.q_resident ? q_smem_ + step * Config::kQueryStepBytes : k_smem + Config::kKeyStepBytes;
+      const uint32_t of_a = lane_offset(Config::query_layout(), tile::ldmatrix_a(lane_), score_row());
+      const uint32_t of_b = lane_offset(Config::key_layout(), tile::ldmatrix_b_pair(lane_), score_key());
       const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
-        const tile::Coordinate at = tile::ldmatrix_a(lane_);
-        const uint32_t rows_above = Config::query_layout().bytes(m * 16);
-        ptx::ldmatrix_x4(
-            a, q_smem + Config::query_layout().offset(score_row() + at.row, depth * 2 + at.column) + rows_above);
+        ptx::ldmatrix_x4(a, q_smem + Config::query_layout().moved(of_a, m * 16, depth * 2));
       };
       const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
-        const tile::Coordinate at = tile::ldmatrix_b_pair(lane_);
-        const uint32_t rows_above = Config::key_layout().bytes(pair * 16);
-        ptx::ldmatrix_x4(
-            b, k_smem + Config::key_layout().offset(score_key() + at.row, depth * 2 + at.column) + rows_above);
+        ptx::ldmatrix_x4(b, k_smem + Config::key_layout().moved(of_b, pair * 16, depth * 2));
       };
       if constexpr (Config::kE4m3) {  // a chunk is a depth, and so two of them are
         tile::add_product_of_e4m3<false, kKeyColumns / 16>(s, load_a, load_b);
@@ -345,10 +265,7 @@ class ForwardMmaSplit {
       RowState& state = states_[m];
       const int row = score_row() + m * 16 + tile::c_coordinate(lane, 2 * h).row;
       float maximum = -kInfinity;
-      FFPA_UNROLL
-      for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) {
-        maximum = larger_of(maximum, statistic(partial_smem_, warp * kRows + row));
-      }
+      for_each_warp(row, [&](float of_warp) { maximum = larger_of(maximum, of_warp); });
       const float before = state.reference[h];
       state.follow(h, slopes.logit(maximum), kLazyGrowth<typename Config::AccPv>);
       if (score_warp_by_keys() == 0 && lane % 4 == 0) {
@@ -390,12 +307,10 @@ class ForwardMmaSplit {
     FFPA_NO_UNROLL
     for (int step = 0; step < kValueSteps; ++step) {
       const uint32_t v_smem = next_step<kOfValues>();
+      const uint32_t of_a = lane_offset(Config::probability_layout(), tile::ldmatrix_a(lane_), out_row_begin());
       const auto load_a = [&](uint32_t (&a)[4], int m, int depth) {
-        const tile::Coordinate at = tile::ldmatrix_a(lane_);
         const int chunk = (step * kValueRows + depth * 16) / tile::kChunkElements;
-        const uint32_t rows_above = Config::probability_layout().bytes(m * 16);
-        ptx::ldmatrix_x4(
-            a, p_smem_ + Config::probability_layout().offset(out_row_begin() + at.row, chunk + at.column) + rows_above);
+        ptx::ldmatrix_x4(a, p_smem_ + Config::probability_layout().moved(of_a, m * 16, chunk));
       };
       const auto load_b = [&](uint32_t (&b)[4], int depth, int pair) {
         const tile::Coordinate at = tile::ldmatrix_b_pair_trans(lane_);
@@ -404,12 +319,11 @@ class ForwardMmaSplit {
         ptx::ldmatrix_x4_trans(b, v_smem + Config::value_layout().offset(at.row, chunk + at.column) + rows_above);
       };
       if constexpr (Config::kE4m3) {  // a chunk has the columns of a pair, and a load the rows of two depths
-        tile::add_product_of_e4m3<true, kValueRows / 16>(
-            out, load_a, [&](uint32_t (&bytes)[4], int depths, int pair) {
-              const uint32_t rows_above = Config::value_layout().bytes(depths * 32);
-              ptx::ldmatrix_x4_trans(
-                  bytes, v_smem + Config::value_layout().offset(lane_, pair_column(pair) / 16) + rows_above);
-            });
+        tile::add_product_of_e4m3<true, kValueRows / 16>(out, load_a, [&](uint32_t (&bytes)[4], int depths, int pair) {
+          const uint32_t rows_above = Config::value_layout().bytes(depths * 32);
+          ptx::ldmatrix_x4_trans(bytes,
+                                 v_smem + Config::value_layout().offset(lane_, pair_column(pair) / 16) + rows_above);
+        });
       } else {
         tile::add_product<Element, Config::kAhead, kValueRows / 16>(out, load_a, load_b);
       }
@@ -437,12 +351,16 @@ class ForwardMmaSplit {
 
   FFPA_DEVICE float row_sum(int row) const {
     float sum = 0;
-    FFPA_UNROLL
-    for (int warp = 0; warp < Config::kScoreWarpsByKeys; ++warp) sum += statistic(partial_smem_, warp * kRows + row);
+    for_each_warp(row, [&](float of_warp) { sum += of_warp; });
     return sum;
   }
 
   // ---- this thread's share ----
+
+  // Returns the offset of the lane's row and chunk of a fragment, from row `row` on, for Layout::moved().
+  static FFPA_DEVICE uint32_t lane_offset(const typename Config::Layout& layout, const tile::Coordinate& at, int row) {
+    return layout.offset(row + at.row, at.column);
+  }
 
   FFPA_DEVICE int score_warp_by_keys() const { return team_warp_ % Config::kScoreWarpsByKeys; }
   FFPA_DEVICE int score_key() const { return score_warp_by_keys() * Config::kScoreWarpKeys; }
@@ -459,10 +377,34 @@ class ForwardMmaSplit {
     return float_from_bits(ptx::ld_shared_4(base_smem + index * sizeof(float)));
   }
 
+  // Returns the place of what a warp publishes of a row: 8 rows that are written together lie in different banks.
+  static FFPA_DEVICE int published_place(int row, int warp) {
+    constexpr int kWarps = Config::kScoreWarpsByKeys;
+    return row * kWarps + (warp ^ (kWarps == 8 ? row & 4 : 0));
+  }
+
+  // Calls function(number) with what each warp has published of a row.
+  template <class Function>
+  FFPA_DEVICE void for_each_warp(int row, const Function& function) const {
+    constexpr int kWarps = Config::kScoreWarpsByKeys, kAtOnce = kWarps % 4 == 0 ? 4 : 1;
+    FFPA_UNROLL
+    for (int warp = 0; warp < kWarps; warp += kAtOnce) {
+      const uint32_t from_smem = partial_smem_ + published_place(row, warp) * sizeof(float);
+      uint32_t bits[4] = {};
+      if constexpr (kAtOnce == 4) {
+        ptx::ld_shared_16(bits, from_smem);
+      } else {
+        bits[0] = ptx::ld_shared_4(from_smem);
+      }
+      FFPA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) function(float_from_bits(bits[i]));
+    }
+  }
+
   // Publishes a number that the warp has for one of its rows, for the other warps.
   FFPA_DEVICE void publish(int m, int h, float value) const {
     if (lane_ % 4 != 0) return;
-    const int place = score_warp_by_keys() * kRows + score_row(m, h);
+    const int place = published_place(score_row(m, h), score_warp_by_keys());
     ptx::st_shared_4(partial_smem_ + place * sizeof(float), float_bits(value));
   }
 
@@ -470,7 +412,7 @@ class ForwardMmaSplit {
   const AttentionParams& params_;
   int thread_, lane_, team_, team_warp_;
   uint32_t p_smem_;        // [kRows][kKeys]
-  uint32_t partial_smem_;  // [kScoreWarpsByKeys][kRows]: maxima of a tile; in the end sums, and factors of O
+  uint32_t partial_smem_;  // [kRows][kScoreWarpsByKeys]: maxima of a tile; in the end sums, and factors of O
   uint32_t factor_smem_;   // [kRows]: α
   KeptRows rows_;
   typename Config::KeptKeys keys_;
@@ -481,10 +423,10 @@ class ForwardMmaSplit {
   int first_column_;
   int first_tile_, end_tile_;
 
-  int page_of_lane_;          // page of the lane's own run in the tile whose steps come next
-  int page_ahead_;            // and in the tile after
+  const uint16_t *k_of_lane_, *v_of_lane_;     // the lane's own run in the tile whose steps come next
+  int page_ahead_;                             // page of its run in the tile after
   float key_scale_[kScoreM][2], value_scale_;  // of 8-bit keys: what scores of a row, and O, are multiplied with
-  RowState states_[kScoreM];  // state m is that of the rows 16m + 8h + lane / 4 of the warp
+  RowState states_[kScoreM];                   // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
 
 template <class Config>
@@ -504,4 +446,5 @@ void forward_mma_split(FFPA_GRID_CONSTANT const typename Config::Arguments argum
 
 }  // namespace ffpa
 
+#include "attention/forward/mma_split_copies.cuh"
 #include "attention/forward/mma_split_out.cuh"

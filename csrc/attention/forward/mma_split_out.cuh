@@ -99,7 +99,7 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::write_as(const Out& out, int first_col
   for (int m = 0; m < kOutM; ++m) {
     float inverse[2];
     FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) inverse[h] = statistic(partial_smem_, out_row(m, h));
+    for (int h = 0; h < 2; ++h) inverse[h] = statistic(partial_smem_, published_place(out_row(m, h), 0));
     auto writer = out_writer<Element, kOutN, kParts>(params_, rows, out_row_begin() + m * 16, first_column, lane_);
     FFPA_UNROLL
     for (int n = 0; n < kOutN; n += 2) {

@@ -136,9 +136,10 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     constexpr int kBoxes = Config::kPartBoxes;
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
+      const auto runs = keys.find(key);
       FFPA_NO_UNROLL
       for (int part = 0; part < Config::kParts; ++part) {
-        producer.bring(keys.keys(arguments_.k, part * kBoxes * tile::kBox, kBoxes, key), kBoxes);
+        producer.bring(keys.keys(arguments_.k, part * kBoxes * tile::kBox, kBoxes, runs), kBoxes);
       }
     }
   }
@@ -149,10 +150,11 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     constexpr int kBoxes = Config::kValuePartBoxes;
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + kKeys; key += tile::kBox) {
+      const auto runs = keys.find(key);
       FFPA_NO_UNROLL
       for (int part = 0; part < Config::kValueParts; ++part) {
         producer.template bring_live_rows<Keys::kTogether>(
-            keys.live_rows(key, end), keys.values(arguments_.v, part * kBoxes * tile::kBox, kBoxes, key), kBoxes);
+            keys.live_rows(key, end), keys.values(arguments_.v, part * kBoxes * tile::kBox, kBoxes, runs), kBoxes);
       }
     }
   }

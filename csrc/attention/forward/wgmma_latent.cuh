@@ -155,12 +155,14 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
           FFPA_NO_UNROLL
           for (int key = part.begin; key < part.end; key += Config::kTileKeys) {
             const uint64_t live = keys.live_rows(key, n_k);  // keys that do not exist become zeros
+            const auto runs = keys.find(key);
             if constexpr (Config::kHasTail) {
-              tail_producer.bring_live_rows(live, keys.keys(arguments_.k, Config::kValueBoxes * tile::kBox, 1, key), 1);
+              tail_producer.bring_live_rows(live, keys.keys(arguments_.k, Config::kValueBoxes * tile::kBox, 1, runs),
+                                            1);
             }
             FFPA_NO_UNROLL
             for (int group = 0; group < tile::kConsumerGroups; ++group) {
-              producer.bring_live_rows(live, keys.keys(arguments_.k, group * kOwnColumns, Config::kOwnBoxes, key));
+              producer.bring_live_rows(live, keys.keys(arguments_.k, group * kOwnColumns, Config::kOwnBoxes, runs));
             }
           }
         });

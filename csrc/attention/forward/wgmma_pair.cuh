@@ -167,10 +167,11 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
 
   template <class Keys>
   FFPA_DEVICE void bring_keys(Producer& producer, Keys& keys, int key) const {
+    const auto runs = keys.find(key);
     FFPA_NO_UNROLL
     for (int part = 0; part < Config::kKeyParts; ++part) {
       const int boxes = boxes_of_key_part(part);
-      producer.bring(keys.keys(arguments_.k, part * Config::kKeyBoxes * tile::kBox, boxes, key), boxes);
+      producer.bring(keys.keys(arguments_.k, part * Config::kKeyBoxes * tile::kBox, boxes, runs), boxes);
     }
   }
 
@@ -181,8 +182,9 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     FFPA_NO_UNROLL
     for (int key = first_key; key < first_key + Config::kBlockKeys; key += kValueRows) {
       producer.template bring_live_rows<Keys::kTogether>(
-          keys.live_rows(key, end), keys.template values<kValueRows>(arguments_.v, rank_ * kOwnColumns, kBoxes, key),
-          kBoxes, kValueRows);
+          keys.live_rows(key, end),
+          keys.values(arguments_.v, rank_ * kOwnColumns, kBoxes, keys.template find<kValueRows>(key)), kBoxes,
+          kValueRows);
     }
   }
 

@@ -187,8 +187,9 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
         const auto load_q = [&](uint32_t boxes_smem, uint32_t barrier) {
           q.load(boxes_smem, arguments_.q, barrier, column);
         };
-        producer.bring(joined(q.rows, load_q, keys.template keys<kKeys>(arguments_.k, column, 1, tile * kKeys)),
-                       Config::kKeyBoxes, tile::kBox, q.rows);
+        producer.bring(
+            joined(q.rows, load_q, keys.keys(arguments_.k, column, 1, keys.template find<kKeys>(tile * kKeys))),
+            Config::kKeyBoxes, tile::kBox, q.rows);
       }
     }
   }
@@ -207,7 +208,7 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
           }
         };
         producer.bring_live_rows(keys.live_rows(key, n_k),
-                                 joined(kRows, load_p, keys.keys(arguments_.v, column, boxes, key)), boxes);
+                                 joined(kRows, load_p, keys.keys(arguments_.v, column, boxes, keys.find(key))), boxes);
       }
     });
   }

@@ -74,13 +74,11 @@ FFPA_DEVICE KeyScales scales_of_head(const AttentionParams& params, const RowTil
           of_head(params.paged.v_scale, params.paged.v_scale_stride)};
 }
 
-// A sequence's K or V: as a GmemWindow, but with the rows in pages.
+// A sequence's K or V, as copies take it: `head` points to row 0 of page 0. Keys before `end` may be copied.
 struct PagedWindow {
-  const uint16_t* origin;
+  const uint16_t* head;
   int64_t page_stride, row_stride;
-  MapPlace place;
-  RowRange seen;
-  int columns;
+  int columns, end;
 };
 
 FFPA_DEVICE tile::GmemWindow window_of_k(const AttentionParams& params, const KeysInGmem& keys) {
@@ -90,10 +88,10 @@ FFPA_DEVICE tile::GmemWindow window_of_v(const AttentionParams& params, const Ke
   return {keys.v, params.v.row_stride, keys.count, params.d_v};
 }
 FFPA_DEVICE PagedWindow window_of_k(const AttentionParams& params, const PagedKeysInGmem& keys) {
-  return {keys.k, params.k.batch_stride, params.k.row_stride, keys.place(), keys.seen, params.d_qk};
+  return {keys.k, params.k.batch_stride, params.k.row_stride, params.d_qk, keys.seen.end};
 }
 FFPA_DEVICE PagedWindow window_of_v(const AttentionParams& params, const PagedKeysInGmem& keys) {
-  return {keys.v, params.v.batch_stride, params.v.row_stride, keys.place(), keys.seen, params.d_v};
+  return {keys.v, params.v.batch_stride, params.v.row_stride, params.d_v, keys.seen.end};
 }
 
 // ---- copies ----
@@ -106,46 +104,51 @@ FFPA_DEVICE int page_of_lane(const KeyPages& key_pages, const PagedKeys& paged, 
   return lane < kRows / kPageStep ? key_pages.look_up(paged, keys.place(), keys.seen, key + lane * kPageStep) : kNoPage;
 }
 
-// Each warp copies adjacent rows of a tile: a team of lanes copies neighbouring chunks of one row, as many rows at a time
-// as there are teams.
+// Returns the first row, of K or of V, of the lane's own run of keys from `key` on, or null where the pool has no such
+// page.
+FFPA_DEVICE const uint16_t* run_of_lane(const KeyPages& key_pages, const PagedKeys& paged, const PagedKeysInGmem& keys,
+                                        const PagedWindow& window, int page, int key, int lane) {
+  const PageRow at = key_pages.place_in(paged, page, keys.first_row, key + lane * kPageStep);
+  return at.page == kNoPage ? nullptr : window.head + at.page * window.page_stride + at.row * window.row_stride;
+}
+
+// Each warp copies adjacent rows of a tile: a team of lanes copies neighbouring chunks of one row, as many rows at a
+// time as there are teams.
 template <int kRows, int kColumns, int kThreads>
 struct WarpRows {
-  static constexpr int kCount = kRows / (kThreads / 32);             // of a warp
-  static constexpr int kRun = min_of(kCount, kPageStep);             // of them, those that lie together
-  static constexpr int kChunks = kColumns / tile::kChunkElements;    // of a row
+  static constexpr int kCount = kRows / (kThreads / 32);           // of a warp
+  static constexpr int kRun = min_of(kCount, kPageStep);           // of them, those that lie together
+  static constexpr int kChunks = kColumns / tile::kChunkElements;  // of a row
   static constexpr int kLanes = max_of(min_of(kChunks & -kChunks, 32), 32 / kRun), kTeams = 32 / kLanes;
   static_assert(kCount % kRun == 0 && kPageStep % kRun == 0 && kChunks % kLanes == 0, "lanes have equal shares");
 };
 
-// Does what copy_tile_async does, from row `key` on, a multiple of kPageStep, and from `column` on. Each lane knows the
-// page of one run of kPageStep keys, `of_lane`; warps that copy from there ask it. What pages outside the pool would
-// have becomes zeros.
+// Does what copy_tile_async does, from row `key` on, a multiple of kPageStep, and from `column` on. Lane first_lane has
+// the first of these rows as its run (run_of_lane()), the lanes behind it have the next runs; warps that copy from
+// there ask them. What pages outside the pool would have becomes zeros.
 template <int kRows, int kColumns, int kThreads, class Layout>
-FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout, const KeyPages& key_pages,
-                                       const PagedKeys& paged, const PagedWindow& window, int of_lane, int key,
-                                       int column, int thread, ptx::CallSite site = ptx::CallSite()) {
+FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout, const PagedWindow& window,
+                                       const uint16_t* of_lane, int first_lane, int key, int column, int thread,
+                                       ptx::CallSite site = ptx::CallSite()) {
   using Rows = WarpRows<kRows, kColumns, kThreads>;
   constexpr int kRun = Rows::kRun, kTeams = Rows::kTeams;
-  const int lane = thread % 32, first_of_run = key + lane * kPageStep;
-  const PageRow at = key_pages.place_in(paged, of_lane, window.place.row, first_of_run);
-  const uint32_t found = ptx::vote_ballot(at.page != kNoPage);
-  const int64_t of_run = at.page == kNoPage ? 0 : at.page * window.page_stride + at.row * window.row_stride;
-
-  const int team = lane / Rows::kLanes, first_chunk = lane % Rows::kLanes, row_of_lane = thread / 32 * Rows::kCount + team;
-  const int first_column = column + first_chunk * tile::kChunkElements;
-  const uint16_t* const of_lanes = window.origin + team * window.row_stride + first_column;
+  const int lane = thread % 32, team = lane / Rows::kLanes, first_chunk = lane % Rows::kLanes;
+  const int row_of_warp = thread / 32 * Rows::kCount, first_column = column + first_chunk * tile::kChunkElements;
+  const uint64_t bits = reinterpret_cast<uint64_t>(of_lane);
   const int64_t step = kTeams * window.row_stride;
   FFPA_UNROLL
   for (int more = 0; more < Rows::kCount; more += kRun) {
-    const int first = thread / 32 * Rows::kCount + more, run = first / kPageStep;
-    const uint32_t low = ptx::shfl_idx(uint32_t(of_run), run), high = ptx::shfl_idx(uint32_t(of_run >> 32), run);
-    const uint16_t* source = of_lanes + (int64_t(high) << 32 | low) + first % kPageStep * window.row_stride;
-    const int rows = (found >> run & 1) != 0 ? window.seen.end - key - first : 0;  // that exist
+    const int first = row_of_warp + more, of_run = first_lane + first / kPageStep;
+    const uint64_t low = ptx::shfl_idx(uint32_t(bits), of_run), high = ptx::shfl_idx(uint32_t(bits >> 32), of_run);
+    const uint16_t* const run = reinterpret_cast<const uint16_t*>(high << 32 | low);
+    const uint16_t* source = run + (first % kPageStep + team) * window.row_stride + first_column;
+    const int rows = run == nullptr ? 0 : window.end - key - first;  // that exist
     const auto copy_row = [&](int row, bool exists) {
       FFPA_UNROLL
       for (int chunk = 0; chunk < Rows::kChunks; chunk += Rows::kLanes) {
         const bool has_columns = first_column + chunk * tile::kChunkElements < window.columns;
-        const uint32_t to = layout.offset(row_of_lane + row % 8, first_chunk + chunk);  // layouts repeat after 8 rows
+        const uint32_t to =
+            layout.offset(row_of_warp + team + row % 8, first_chunk + chunk);  // layouts repeat after 8 rows
         ptx::cp_async_16_or_zero(exists && has_columns, tile_smem + to + layout.bytes(more + row / 8 * 8),
                                  source + chunk * tile::kChunkElements, site);
       }

@@ -1,10 +1,11 @@
-"""This is the forward of 8-bit pages for many rows: PyTorch dequantises keys and values into the workspace, those of some sequences
-at a time, and a forward on wgmma attends to them. A number times its scale is rounded to the type of Q there, as no kernel on
-wgmma knows scales. `plan` is pure.
+"""This is the forward of 8-bit pages for many rows: keys and values are dequantised into the workspace, those of some sequences at
+a time, in Triton or else by PyTorch's operators, and a forward on wgmma attends to them. A number times its scale is rounded to
+the type of Q there, as no kernel on wgmma knows scales. `plan` is pure.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,15 +15,21 @@ from ..launching.attention_call import Call, Pages
 from ..launching.launch import multiprocessors
 from ..specs.problem import Problem
 from ..support.private_torch import PlainTorch
+from ..triton_ops.launch import Launch, Tiles, Unable, kind_of, launch_alone, memo_of, strides
+from . import triton_attention
 from .row_tiles import RowTilePlan
 
-_BYTES_HELD = 3  # bytes of a number in the workspace: as it is gathered, and as it is dequantised
+TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
+_BYTES_HELD = 3  # bytes of a number in the workspace: as PyTorch gathers it, and as it is dequantised
+_MICROSECONDS_OF_LAUNCHES = 20.0  # more launches, and what the host does for them, for some sequences
+_MICROSECONDS_OF_NUMBER = 1.1e-6  # to dequantise one in Triton, on an H200; PyTorch takes 5.8e-6
 
 
 class DequantisedPlan(NamedTuple):
     attention: RowTilePlan
     together: int  # sequences that are dequantised at a time
     values_in_keys: bool
+    microseconds: float  # an estimate
 
     @property
     def kernel(self) -> str:
@@ -62,7 +69,12 @@ class DequantisedPlan(NamedTuple):
 
 
 def _dequantised(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
-    """Returns the rows of some sequences, [B, heads, rows, columns], from the first row of their first pages on."""
+    """Returns the rows of some sequences, [B, heads, rows, columns], from the first row of their first pages on. Rows behind a
+    sequence's last key hold anything.
+    """
+    if (pool.is_cuda or triton_attention.interprets()) and not triton_attention.why_not():
+        with contextlib.suppress(Unable):
+            return _by_triton(pool, pages, some, scale, dtype)
     bits = pool.view(torch.uint8).transpose(1, 2)  # rows before heads, as they come of several pages
     whole = pages.first is not None  # a sequence may begin on any row of its page
     if pages.table is None:
@@ -75,6 +87,31 @@ def _dequantised(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
     if scale is not None:
         numbers.mul_(scale.reshape(-1, 1))
     return numbers.transpose(1, 2)
+
+
+def _by_triton(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
+    from ..triton_ops.page_kernels import dequantise_kernel
+
+    used, table, added = pages.used[some], pages.table, pages.added
+    if table is None:
+        pool, page_rows, entries = pool[some], pages.longest if pages.first is None else pool.shape[2], 1
+    else:
+        table, page_rows, entries = table[some], pool.shape[2], -(-pages.longest // pool.shape[2])
+    heads, d = pool.shape[1], pool.shape[3]
+    result = torch.empty(len(used), entries * page_rows, heads, d, dtype=dtype, device=pool.device)
+    options = {"D": d, "ADDED": added is not None, "TABLE": table is not None, "SCALED": scale is not None}
+    # A tensor that there is none of is not read: any other will do.
+    added = used if added is None else added[some.start : some.stop + 1]
+    tensors = pool, used, added, used if table is None else table, pool if scale is None else scale, result
+
+    def how() -> Launch:
+        steps = table.stride(0) if options["TABLE"] else 0, int(options["SCALED"] and scale.numel() > 1)
+        numbers = *strides(pool), *steps, len(pool), entries, page_rows, heads, pages.more
+        return Launch(-(-page_rows // TILES.rows) * entries * len(used) * heads, numbers, options, TILES)
+
+    memo = memo_of("dequantised", *options.values(), pages.more, *kind_of(*tensors))
+    launch_alone(memo, dequantise_kernel, tensors, how)
+    return result.transpose(1, 2)
 
 
 def _without_table(pages: Pages, some: slice) -> Pages:
@@ -98,4 +135,7 @@ def plan(p: Problem, flags: Mapping[str, Any], attention: Callable) -> Dequantis
     found = attention(p._replace(cache=None, pages=(p.n_k, 1), batch=together), flags)
     if isinstance(found, str):
         return found
-    return DequantisedPlan(found, together, p.values_in_keys)
+    times = -(-p.batch // together)
+    of_attention = times * (found.microseconds + _MICROSECONDS_OF_LAUNCHES)
+    microseconds = of_attention + p.batch * numbers * _MICROSECONDS_OF_NUMBER
+    return DequantisedPlan(found, together, p.values_in_keys, microseconds)

@@ -75,9 +75,10 @@ def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 
 def _why_slower_on_wgmma(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
-    """Says why the mma forward is faster, or None: its instances for pages are for GPUs that have nothing else."""
+    """Says why the mma forward is faster, or None: its instances for 16-bit pages are for GPUs that have nothing else."""
     if p.cache:
-        return "8-bit pages are dequantised where FFPA_BACKEND=hopper asks for it: when that is faster was not measured yet"
+        too_large = "8-bit numbers times their scales, of any size, are not for the workspace in float16"
+        return too_large if p.dtype == "f16" else levels.why_faster(p, plan, flags)
     if p.pages:
         return None
     if isinstance(plan, FusedPlan):

@@ -24,6 +24,7 @@ MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one 
 PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as AttentionParams::part_columns does
 MOST_PARTS = 64
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
+_LOOKS = 2.0  # microseconds by which an item in pages begins later: its length and the table are read before its keys
 _MERGE = 2.5  # microseconds of the launch that merges parts
 _BANDWIDTH_OF_PARTS = 4.0e6  # bytes of parts that are written and read in a microsecond
 
@@ -120,11 +121,17 @@ def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
 
 
 def _ragged(tiles: int, parts: int, of_item: float, pace: Pace) -> float:
-    """Estimates the items of few tiles whose sequences have any number of keys up to the longest: they keep all blocks busy
-    but for the last ones, which began when others had nothing left.
+    """Estimates the items of few tiles whose sequences have any number of keys up to the longest, of which all are as likely:
+    they keep all blocks busy but for the last ones, which began when others had nothing left. Where tiles are fewer than half
+    of the blocks, items come in waves, and few blocks read the last one almost as fast as all would.
     """
     of_work = tiles * ((of_item - pace.ends) * parts / 2 + pace.ends * (parts + 1) / 2)
-    return max(of_item, of_work / pace.blocks + of_item / 2)
+    if 2 * tiles >= pace.blocks:
+        return max(of_item, of_work / pace.blocks + of_item / 2)
+    items = tiles * (parts + 1) / 2  # that have keys
+    whole, rest = divmod(items / pace.blocks, 1)
+    waves = whole + (max(rest, _LEAST_READERS) if rest else 0)
+    return max(of_item, (of_work / items + _LOOKS) * waves)
 
 
 def fastest_parts(

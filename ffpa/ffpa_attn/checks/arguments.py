@@ -10,6 +10,7 @@ from numbers import Integral, Real
 import torch
 
 from ..specs.problem import ACCS, ALIGNS, HEAD_DIM_STEP, LAYOUTS, LEVELS, STAGES, LevelType, MMAAccType
+from . import words
 from .memory_checks import is_expanded
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -411,6 +412,13 @@ def arch(value, q) -> str | None:
     if not (value.startswith("sm_") and number.isdigit() and int(number) >= 80):
         raise ValueError(f"`arch` is {value!r}; allowed: 'sm_80' and newer, such as 'sm_89' or 'sm_90'")
     return f"sm_{number}"
+
+
+def no_mask_and_layout(beside: str, mask, given_layout) -> None:
+    """Refuses what dense tensors alone have, beside an argument of other forms of a call."""
+    for name, is_given in (("mask", mask is not None), ("layout", layout(given_layout) != "BHND")):
+        if is_given:
+            raise ValueError(f"`{name}` is given beside `{beside}`; {words.WAYS_OUT[name][1]}")
 
 
 def merge_shapes(o1, lse1, o2, lse2, rows_first: bool) -> None:

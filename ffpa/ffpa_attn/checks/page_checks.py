@@ -45,6 +45,13 @@ def varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max
             "`seqused_k` is given without `block_table`; packed sequences end where cu_seqlens_k says: leave it away, or pass "
             "block_table, and k and v as pools of pages"
         )
+    _lengths_alone(cu_seqlens_k, block_table, seqused_k)
+    arguments.only_tensors(cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqused_k=seqused_k)
+    arguments.max_seqlen("max_seqlen_q", max_seqlen_q)
+    arguments.max_seqlen("max_seqlen_k", max_seqlen_k)
+
+
+def _lengths_alone(cu_seqlens_k, block_table, seqused_k) -> None:
     if seqused_k is None:
         raise ValueError(
             "`block_table` is given without `seqused_k`; pass the number of keys of each sequence, int32 [B]: with "
@@ -52,12 +59,9 @@ def varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max
         )
     if cu_seqlens_k is not None:
         raise ValueError(
-            "`cu_seqlens_k` and `block_table` are both given; seqused_k says how long sequences in pages are: pass "
-            "cu_seqlens_k=None"
+            f"`cu_seqlens_k` and `{'seqused_k' if block_table is None else 'block_table'}` are both given; seqused_k "
+            "says how long sequences in pages are: pass cu_seqlens_k=None"
         )
-    arguments.only_tensors(cu_seqlens_q=cu_seqlens_q, block_table=block_table, seqused_k=seqused_k)
-    arguments.max_seqlen("max_seqlen_q", max_seqlen_q)
-    arguments.max_seqlen("max_seqlen_k", max_seqlen_k)
 
 
 def paged(q, k, v, cu_seqlens_q, seqused_k, block_table, leftpad_k, cu_seqlens_k_new, more_k) -> None:
@@ -214,8 +218,8 @@ def scale_values(k_scale, v_scale) -> None:
             raise ValueError(f"`{name}` holds {scale.tolist()}; scales are finite and greater than 0")
 
 
-def scales_of(k_scale, v_scale, device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns scales as operators take them, of numbers or tensors; two that are equal numbers are one tensor."""
+def scales_of(k_scale, v_scale, device, full=torch.full) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns scales as operators take them: tensors, which `full` makes of numbers, one where two are equal."""
 
     def of(name: str, scale):
         if scale is None or isinstance(scale, torch.Tensor):
@@ -224,7 +228,7 @@ def scales_of(k_scale, v_scale, device) -> tuple[torch.Tensor | None, torch.Tens
             raise TypeError(
                 f"`{name}` is {arguments.described(scale)}; pass a float, or a float32 tensor of () or [Hkv]"
             )
-        return torch.full((1,), float(scale), dtype=torch.float32, device=device)
+        return full((1,), float(scale), dtype=torch.float32, device=device)
 
     of_k, of_v = of("k_scale", k_scale), of("v_scale", v_scale)
     are_numbers = not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor)
@@ -451,13 +455,43 @@ def of_cache(
         if not torch.compiler.is_compiling():
             room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
             length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)
+    _longest_of_q(cu_seqlens_q, max_seqlen_q)
+    if cache_batch_idx is not None:
+        _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the entry of the cache that each sequence has", q)
+        batch, whose = sequences(q, cu_seqlens_q)
+        arguments.agree("cache_batch_idx", len(cache_batch_idx), whose, batch, "{} sequences", "it must be [B]")
+
+
+def _longest_of_q(cu_seqlens_q, max_seqlen_q) -> None:
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise ValueError("`max_seqlen_q` is None but `cu_seqlens_q` is given; pass the longest length of q as an int")
     if cu_seqlens_q is None and max_seqlen_q is not None:
         raise ValueError(
             "`max_seqlen_q` is given without `cu_seqlens_q`; leave it away, or pass q packed, with its offsets"
         )
-    if cache_batch_idx is not None:
-        _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the entry of the cache that each sequence has", q)
-        batch, whose = sequences(q, cu_seqlens_q)
-        arguments.agree("cache_batch_idx", len(cache_batch_idx), whose, batch, "{} sequences", "it must be [B]")
+
+
+def maxima(q, k, block_table, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
+    """Returns the longest lengths; one that is not given is what q, or the cache, has room for."""
+    room = k.shape[1] * (1 if block_table is None else block_table.shape[1])
+    return q.shape[1] if max_seqlen_q is None else max_seqlen_q, room if max_seqlen_k is None else max_seqlen_k
+
+
+# ---- explain ----
+
+
+def explained(q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, mask, layout, direction) -> None:
+    """Checks which arguments go together where keys are in pages, or in a cache without pages."""
+    _lengths_alone(cu_seqlens_k, block_table, seqused_k)
+    arguments.only_tensors(seqused_k=seqused_k)
+    arguments.tensors_or_none(cu_seqlens_q=cu_seqlens_q, block_table=block_table)
+    arguments.no_mask_and_layout("seqused_k", mask, layout)
+    if direction == "backward":
+        raise NotImplementedError(
+            "`direction` is 'backward', and attention to keys in pages has no gradients; those of packed keys exist"
+        )
+    queries(q, cu_seqlens_q)
+    _longest_of_q(cu_seqlens_q, max_seqlen_q)
+    arguments.has_rank("k", k, 4, "[pages, rows, H, D]")
+    if block_table is not None:
+        _int32("block_table", block_table, 2, OF_TABLES, q)

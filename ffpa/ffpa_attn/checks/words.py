@@ -25,7 +25,7 @@ _ROWS = (
     ("backend", None, "leave it away: the fastest kernel is chosen; the flag FFPA_BACKEND forces another"),
     ("block_table", None, "keys in pages go to ffpa_varlen, with block_table= and seqused_k=, or to ffpa_with_kvcache"),
     ("page_table", "block_table", "pass it as {new}="),
-    ("k_cache v_cache cache_seqlens cache_batch_idx cache_leftpad", None, "a cache of keys goes to ffpa_with_kvcache"),
+    ("k_cache v_cache cache_seqlens cache_batch_idx cache_leftpad", None, "a cache of keys goes to ffpa_with_kvcache; to explain it is k, v and seqused_k"),
     ("qv", None, "put it beside q, torch.cat((qv, q), -1), over keys that have V's columns first, of which v is a view, k[..., :D_v]"),
     ("q_descale k_descale v_descale", None, "8-bit floats go to ffpa_fp8; packed sequences have 16 bits: cast to these; caches of e4m3 have k_scale and v_scale"),
     ("attention_chunk", None, "no rule cuts keys into chunks: pass such a mask to ffpa, or call once for each chunk"),
