@@ -2,7 +2,7 @@
 // bits, which are two elements here: so a lane gets its elements in another order than of a 16-bit matrix.
 //
 //   B along its rows (K)    of 16 adjacent elements of a row, lane t of four has 4t … 4t + 3. They are the elements 2t,
-//                           2t + 1, 2t + 8, 2t + 9 of a product whose A is as prepare_rows() leaves it
+//                           2t + 1, 2t + 8, 2t + 9 of a product whose A is as prepare_row() leaves it
 //   B across them (V)       lane g of eight has two adjacent columns, 2g and 2g + 1. Of two fragments, one gets the
 //                           even columns of 16, one the odd ones; to_adjacent() puts results in order
 #pragma once

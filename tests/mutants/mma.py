@@ -310,7 +310,7 @@ MUTANTS = [
         "tests/operators/test_eight_bit_caches.py -k 'emulated and on_the_way'",
         ("8-bit keys: Q prepared before it is there", "  ptx::cp_async_wait_group<0>();            // Q alone is in a group\n", ""),
         ("8-bit keys: factors read before they are there", "  ptx::sync_block();\n  tile::for_each_row<kScoreM>", "  tile::for_each_row<kScoreM>"),
-        ("8-bit keys: factors of Q without scales", "float_bits(factor * scales.k)", "float_bits(factor)"),
+        ("8-bit keys: factors of Q without scales", "min_of(factor * scales.k, 3.4e38f)", "factor"),
         ("pages: those of the tile before", "if constexpr (kLooksAhead) look_ahead(next.tile);\n", ""),
         ("pages: those of the tile after the next one", "page_ahead_ = look_up(tile + 1);", "page_ahead_ = look_up(tile + 2);"),
         ("pages: the first runs of a tile for all of its steps", "kLooksAhead ? key % kKeys / kPageStep : 0;", "0;"),
@@ -347,8 +347,8 @@ MUTANTS = [
     *edits_in(
         "backends/dequantised.py",
         "tests/operators/test_eight_bit_caches.py -k 'prompts'",
-        ("8-bit pages: always dequantised", "p.batch * numbers * _MICROSECONDS_OF_NUMBER", "0.0 * p.batch"),
-        ("8-bit pages: never dequantised", "p.batch * numbers * _MICROSECONDS_OF_NUMBER", "1e9"),
+        ("8-bit pages: always dequantised", "p.batch * numbers * of_number", "0.0 * p.batch"),
+        ("8-bit pages: never dequantised", "p.batch * numbers * of_number", "1e9"),
     ),
     *edits_in(
         "backends/append.py",

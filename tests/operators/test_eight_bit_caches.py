@@ -4,7 +4,7 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, explain, ffpa_varlen, ffpa_with_kvcache
-from ffpa_attn.backends import dequantised, levels
+from ffpa_attn.backends import dequantised, levels, triton_attention
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import native
 from ffpa_attn.operators import forms, ops
@@ -68,7 +68,9 @@ def attend(case, kind: str, dtype=torch.bfloat16, device="cpu", one_scale=False,
     keys = keys_of(pool, k_scale, v_scale, dtype)
     for i, of_sequence in enumerate(keys):
         some = slice(int(offsets[i]), int(offsets[i + 1]))
-        if some.start < some.stop and len(of_sequence[0]):
+        if not len(of_sequence[0]):
+            assert not out[some].any() and lse[:, some].isneginf().all()
+        elif some.start < some.stop:
             results = (q[some], of_sequence, out[some], lse[:, some])
             pages.assert_attends(*results, **rule)
     return next(reversed(ops._plans.values())).choice.plan
@@ -105,7 +107,9 @@ def test_kernels_convert_on_the_way(case, rows, device, monkeypatch):
 
 
 @pytest.mark.parametrize("d, heads", [(128, (32, 8)), (256, (32, 8)), (512, (32, 4)), (1024, (16, 2))])
-def test_prompts_are_dequantised_and_few_rows_are_converted_on_the_way(d, heads):
+def test_prompts_are_dequantised_and_few_rows_are_converted_on_the_way(d, heads, monkeypatch):
+    monkeypatch.setattr(triton_attention, "why_not", lambda: None)
+
     def chosen(n_q: int, n_k: int, dtype=torch.bfloat16):
         q = torch.empty(8, n_q, heads[0], d, dtype=dtype, device="meta")
         pool = torch.empty(100, 64, heads[1], d, dtype=E4M3, device="meta")
@@ -142,11 +146,11 @@ def test_rows_of_any_magnitude_meet_8_bit_keys(kind, monkeypatch):
 @pytest.mark.parametrize("together", [1, 2, 8])
 @pytest.mark.parametrize("case", [*CASES, UNALIGNED], ids=str)
 def test_rows_are_dequantised_for_wgmma(case, together, device, monkeypatch):
-    d, d_v, _, _, of_q, of_k, (_, heads_kv), _ = case
+    d, d_v, _, page_rows, of_q, of_k, (_, heads_kv), _ = case
     if together != 2 and d not in (64, 576):
         pytest.skip("one number of sequences is enough at most head dims")
-    columns = d if case[2] == "latent" else d + d_v
-    monkeypatch.setattr(dequantised, "_BYTES_HELD", 2**30 // (together * heads_kv * max(of_k) * columns))
+    columns, of_pages = d if case[2] == "latent" else d + d_v, -(-max(of_k) // page_rows) * page_rows
+    monkeypatch.setattr(dequantised, "_BYTES_HELD", 2**30 // (together * heads_kv * of_pages * columns))
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "1024")
     monkeypatch.setenv("FFPA_BACKEND", "hopper")
     if device == "cuda":

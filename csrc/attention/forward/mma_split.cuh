@@ -412,7 +412,8 @@ class ForwardMmaSplit {
   const AttentionParams& params_;
   int thread_, lane_, team_, team_warp_;
   uint32_t p_smem_;        // [kRows][kKeys]
-  uint32_t partial_smem_;  // [kRows][kScoreWarpsByKeys]: maxima of a tile; in the end sums, and factors of O
+  uint32_t partial_smem_;  // [kRows][kScoreWarpsByKeys]: maxima of a tile; in the end sums, and factors of O; at first
+                           // [kRows]: factors of Q and 8-bit keys
   uint32_t factor_smem_;   // [kRows]: α
   KeptRows rows_;
   typename Config::KeptKeys keys_;
@@ -423,10 +424,10 @@ class ForwardMmaSplit {
   int first_column_;
   int first_tile_, end_tile_;
 
-  const uint16_t *k_of_lane_, *v_of_lane_;     // the lane's own run in the tile whose steps come next
-  int page_ahead_;                             // page of its run in the tile after
-  float key_scale_[kScoreM][2], value_scale_;  // of 8-bit keys: what scores of a row, and O, are multiplied with
-  RowState states_[kScoreM];                   // state m is that of the rows 16m + 8h + lane / 4 of the warp
+  const uint16_t *k_of_lane_, *v_of_lane_;         // the lane's own run in the tile whose steps come next
+  int page_ahead_;                                 // page of its run in the tile after
+  float key_scale_[kScoreM][2], value_scale_ = 1;  // of 8-bit keys: what scores of a row, and O, are multiplied with
+  RowState states_[kScoreM];                       // state m is that of the rows 16m + 8h + lane / 4 of the warp
 };
 
 template <class Config>

@@ -22,7 +22,7 @@ namespace ffpa {
 // time; kRows and kKeys of a tile; kKeyColumns and kValueRows of a step; kStreamed, whether O goes through global
 // scratch; kOwnRings, whether K and V have a ring each; kPadQ, kPadK, kPadV, whether rows in shared memory are padded
 // instead of swizzled; kSerial, whether fragments are loaded when they are needed and not ahead; kPaged, whether keys
-// lie in pages; kE4m3, whether they are 8-bit floats there, which become Dtype on the way to the tensor cores.
+// lie in pages; kE4m3, whether they are 8-bit floats there, which become Half on the way to the tensor cores.
 template <class Fields>
 struct ForwardMmaSplitConfig : Fields {
   using Params = AttentionParams;

@@ -31,7 +31,8 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::prepare_queries(const KeyScales& scale
       for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
     };
     const float factor = tile::prepare_row<Element>(key_steps_ * kPairs, chunks_of, lane_);
-    if (lane_ == 0) ptx::st_shared_4(partial_smem_ + row * sizeof(float), float_bits(factor * scales.k));
+    const float finite = min_of(factor * scales.k, 3.4e38f);  // a product of zeros stays 0
+    if (lane_ == 0) ptx::st_shared_4(partial_smem_ + row * sizeof(float), float_bits(finite));
   }
   ptx::sync_block();
   tile::for_each_row<kScoreM>([&](int m, int h) { key_scale_[m][h] = statistic(partial_smem_, score_row(m, h)); });

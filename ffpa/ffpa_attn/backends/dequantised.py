@@ -1,6 +1,6 @@
 """This is the forward of 8-bit pages for many rows: keys and values are dequantised into the workspace, those of some sequences at
 a time, in Triton or else by PyTorch's operators, and a forward on wgmma attends to them. A number times its scale is rounded to
-the type of Q there, as no kernel on wgmma knows scales. `plan` is pure.
+the type of Q there, as no kernel on wgmma knows scales. `plan` is pure but for whether Triton is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from .row_tiles import RowTilePlan
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 _BYTES_HELD = 3  # bytes of a number in the workspace: as PyTorch gathers it, and as it is dequantised
 _MICROSECONDS_OF_LAUNCHES = 20.0  # more launches, and what the host does for them, for some sequences
-_MICROSECONDS_OF_NUMBER = 1.1e-6  # to dequantise one in Triton, on an H200; PyTorch takes 5.8e-6
+_MICROSECONDS_OF_NUMBER, _MICROSECONDS_IN_PYTORCH = (
+    1.1e-6,
+    5.8e-6,
+)  # to dequantise one in Triton, or without it, on an H200
 
 
 class DequantisedPlan(NamedTuple):
@@ -46,8 +49,9 @@ class DequantisedPlan(NamedTuple):
         if offsets:  # rows of no sequence get these
             out.zero_()
             lse.fill_(-float("inf"))
-        for first in range(0, len(pages.used), self.together):
-            some = slice(first, first + self.together)
+        together = max(1, min(self.together, workspace_cap // self._bytes_of_sequence(k, v, pages)))
+        for first in range(0, len(pages.used), together):
+            some = slice(first, first + together)
             rows = [q, out, lse] if offsets else [x[some] if x.numel() else x for x in (q, out, lse)]
             of_q = (offsets[0][first : some.stop + 1], *offsets[1:]) if offsets else None
             with PlainTorch(q.device):
@@ -63,9 +67,24 @@ class DequantisedPlan(NamedTuple):
             of_largest = None if largest is None else largest[some]
             call(rows[0], keys, values, *rows[1:], None, of_q, sinks, of_largest, where)
 
+    def _bytes_of_sequence(self, k, v, pages: Pages) -> int:
+        entries, rows = _held(k, pages)
+        return max(
+            _BYTES_HELD * entries * rows * k.shape[1] * (k.shape[3] + (0 if self.values_in_keys else v.shape[3])), 1
+        )
+
     def _call(self, q, k, v, out, offsets, rule, pages: Pages, workspace_cap: int) -> Call:
         left = max(workspace_cap - (1 if self.values_in_keys else 2) * k.nbytes, 0)
         return self.attention._call(q, k, v, out, None, offsets, rule, pages, multiprocessors(q.device), left)
+
+
+def _held(pool, pages: Pages) -> tuple[int, int]:
+    """Returns how many pages of each sequence are dequantised, and how many rows of each."""
+    if pages.first is not None:  # a sequence may begin on any row of its page
+        return 1, pool.shape[2]
+    if pages.table is None or pages.table.shape[1] == 1:
+        return 1, min(pages.longest, pool.shape[2])
+    return -(-pages.longest // pool.shape[2]), pool.shape[2]
 
 
 def _dequantised(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
@@ -75,12 +94,12 @@ def _dequantised(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
     if (pool.is_cuda or triton_attention.interprets()) and not triton_attention.why_not():
         with contextlib.suppress(Unable):
             return _by_triton(pool, pages, some, scale, dtype)
-    bits = pool.view(torch.uint8).transpose(1, 2)  # rows before heads, as they come of several pages
-    whole = pages.first is not None  # a sequence may begin on any row of its page
+    entries, rows = _held(pool, pages)
+    bits = pool.view(torch.uint8).transpose(1, 2)[:, :rows]  # rows before heads, as they come of several pages
     if pages.table is None:
-        bits = bits[some] if whole else bits[some, : pages.longest]
+        bits = bits[some]
     else:
-        table = pages.table[some, : 1 if whole else -(-pages.longest // pool.shape[2])].long()
+        table = pages.table[some, :entries].long()
         there = (table >= 0) & (table < len(pool))
         bits = bits[torch.where(there, table, 0)].masked_fill_(~there[..., None, None, None], 0).flatten(1, 2)
     numbers = bits.view(pool.dtype).to(dtype, memory_format=torch.contiguous_format)
@@ -93,10 +112,11 @@ def _by_triton(pool, pages: Pages, some: slice, scale, dtype) -> torch.Tensor:
     from ..triton_ops.page_kernels import dequantise_kernel
 
     used, table, added = pages.used[some], pages.table, pages.added
+    entries, page_rows = _held(pool, pages)
     if table is None:
-        pool, page_rows, entries = pool[some], pages.longest if pages.first is None else pool.shape[2], 1
+        pool = pool[some]
     else:
-        table, page_rows, entries = table[some], pool.shape[2], -(-pages.longest // pool.shape[2])
+        table = table[some]
     heads, d = pool.shape[1], pool.shape[3]
     result = torch.empty(len(used), entries * page_rows, heads, d, dtype=dtype, device=pool.device)
     options = {"D": d, "ADDED": added is not None, "TABLE": table is not None, "SCALED": scale is not None}
@@ -128,7 +148,9 @@ def plan(p: Problem, flags: Mapping[str, Any], attention: Callable) -> Dequantis
     if not p.n_k:
         return "there are no keys"
     columns = p.d_qk + (0 if p.values_in_keys else p.d_v)
-    numbers = p.heads_kv * p.n_k * columns  # of a sequence
+    page_rows, entries = p.pages
+    rows = -(-p.n_k // page_rows) * page_rows if entries > 1 else p.n_k
+    numbers = p.heads_kv * rows * columns  # of a sequence
     together = min(p.batch, (flags["FFPA_WORKSPACE_MB"] << 20) // (_BYTES_HELD * numbers))
     if not together:
         return f"FFPA_WORKSPACE_MB={flags['FFPA_WORKSPACE_MB']} does not hold the dequantised keys of a sequence"
@@ -137,5 +159,6 @@ def plan(p: Problem, flags: Mapping[str, Any], attention: Callable) -> Dequantis
         return found
     times = -(-p.batch // together)
     of_attention = times * (found.microseconds + _MICROSECONDS_OF_LAUNCHES)
-    microseconds = of_attention + p.batch * numbers * _MICROSECONDS_OF_NUMBER
+    of_number = _MICROSECONDS_IN_PYTORCH if triton_attention.why_not() else _MICROSECONDS_OF_NUMBER
+    microseconds = of_attention + p.batch * numbers * of_number
     return DequantisedPlan(found, together, p.values_in_keys, microseconds)

@@ -75,7 +75,9 @@ def _on_wgmma(p: Problem, flags: Mapping[str, Any]) -> Plan | str:
 
 
 def _why_slower_on_wgmma(p: Problem, plan: Plan, flags: Mapping[str, Any]) -> str | None:
-    """Says why the mma forward is faster, or None: its instances for 16-bit pages are for GPUs that have nothing else."""
+    """Says why another forward is to be preferred, or None: the mma forward's instances for 16-bit pages are for GPUs that have
+    nothing else.
+    """
     if p.cache:
         too_large = "8-bit numbers times their scales, of any size, are not for the workspace in float16"
         return too_large if p.dtype == "f16" else levels.why_faster(p, plan, flags)

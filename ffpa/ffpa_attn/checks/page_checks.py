@@ -480,7 +480,9 @@ def maxima(q, k, block_table, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
 # ---- explain ----
 
 
-def explained(q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, mask, layout, direction) -> None:
+def explained(
+    q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k, mask, layout, direction
+) -> None:
     """Checks which arguments go together where keys are in pages, or in a cache without pages."""
     _lengths_alone(cu_seqlens_k, block_table, seqused_k)
     arguments.only_tensors(seqused_k=seqused_k)
@@ -492,6 +494,9 @@ def explained(q, k, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seql
         )
     queries(q, cu_seqlens_q)
     _longest_of_q(cu_seqlens_q, max_seqlen_q)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None:
+            arguments.max_seqlen(name, longest)
     arguments.has_rank("k", k, 4, "[pages, rows, H, D]")
     if block_table is not None:
         _int32("block_table", block_table, 2, OF_TABLES, q)
