@@ -158,6 +158,7 @@ FFPA_DEVICE void copy_paged_keys_async(uint32_t tile_smem, const Layout& layout,
       FFPA_UNROLL
       for (int row = 0; row < kRun; row += kTeams) copy_row(row, true);
     } else {
+      if (run == nullptr) source = window.head;  // an address in the tensor, though nothing is read there
       FFPA_NO_UNROLL
       for (int row = 0; row < kRun; row += kTeams) copy_row(row, team + row < rows);
     }
