@@ -22,10 +22,8 @@ from .row_tiles import RowTilePlan
 TILES = Tiles(16, 128, 4, 1)  # rows and columns at a time
 _BYTES_HELD = 3  # bytes of a number in the workspace: as PyTorch gathers it, and as it is dequantised
 _MICROSECONDS_OF_LAUNCHES = 20.0  # more launches, and what the host does for them, for some sequences
-_MICROSECONDS_OF_NUMBER, _MICROSECONDS_IN_PYTORCH = (
-    1.1e-6,
-    5.8e-6,
-)  # to dequantise one in Triton, or without it, on an H200
+_MICROSECONDS_OF_NUMBER = 1.1e-6  # to dequantise one in Triton, on an H200
+_MICROSECONDS_IN_PYTORCH = 5.8e-6  # and without Triton
 
 
 class DequantisedPlan(NamedTuple):
@@ -69,9 +67,8 @@ class DequantisedPlan(NamedTuple):
 
     def _bytes_of_sequence(self, k, v, pages: Pages) -> int:
         entries, rows = _held(k, pages)
-        return max(
-            _BYTES_HELD * entries * rows * k.shape[1] * (k.shape[3] + (0 if self.values_in_keys else v.shape[3])), 1
-        )
+        columns = k.shape[3] + (0 if self.values_in_keys else v.shape[3])
+        return max(_BYTES_HELD * entries * rows * k.shape[1] * columns, 1)
 
     def _call(self, q, k, v, out, offsets, rule, pages: Pages, workspace_cap: int) -> Call:
         left = max(workspace_cap - (1 if self.values_in_keys else 2) * k.nbytes, 0)
