@@ -177,7 +177,7 @@ def test_each_family_has_instances_for_pages():
 @pytest.mark.parametrize("d, heads", [(128, (32, 8)), (512, (32, 4)), (576, (128, 1))])
 @pytest.mark.parametrize("batch", [4, 8, 16])
 def test_few_sequences_of_unknown_lengths_are_cut_into_more_parts(d, heads, batch):
-    """A bound says little of lengths: where all have it, the estimate is at most a tenth longer."""
+    """A bound says little of lengths: where all have it, the estimate is at most an eighth longer."""
     see, longest = Visibility.of(True, "bottom_right", -1, -1), 1 << 15
     of_packed = Problem(
         "forward", "cuda", "sm_90", "bf16", batch, *heads, 1, longest, d, min(d, 512), (batch, batch * longest), see, d**-0.5, 0.0, None,
@@ -188,4 +188,4 @@ def test_few_sequences_of_unknown_lengths_are_cut_into_more_parts(d, heads, batc
     assert paged.parts.count >= 2 * packed.parts.count or (d == 512 and paged.parts == packed.parts)
     pace = fused._pace(of_packed, packed.spec)
     both = (row_tiles.microseconds(of_packed, pace, plan.tile_heads, plan.parts) for plan in (packed, paged))
-    assert next(both) * 1.1 > next(both)
+    assert next(both) * 1.125 > next(both)

@@ -122,11 +122,11 @@ def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
 
 def _ragged(tiles: int, parts: int, of_item: float, pace: Pace) -> float:
     """Estimates the items of few tiles whose sequences have any number of keys up to the longest, of which all are as likely:
-    they keep all blocks busy but for the last ones, which began when others had nothing left. Where tiles are fewer than half
-    of the blocks, items come in waves, and few blocks read the last one almost as fast as all would.
+    they keep all blocks busy but for the last ones, which began when others had nothing left. Where tiles are a fifth to a half
+    of the blocks, as was measured, items come in waves, and few blocks read the last one almost as fast as all would.
     """
     of_work = tiles * ((of_item - pace.ends) * parts / 2 + pace.ends * (parts + 1) / 2)
-    if 2 * tiles >= pace.blocks:
+    if not pace.blocks / 5 <= tiles < pace.blocks / 2:
         return max(of_item, of_work / pace.blocks + of_item / 2)
     items = tiles * (parts + 1) / 2  # that have keys
     whole, rest = divmod(items / pace.blocks, 1)
