@@ -538,7 +538,7 @@ def test_calls_with_and_without_pages_are_the_same(kind, lengths, rows, d, devic
     calls, pools = paged.calls_of(case, x)
     outs = {name: call() for name, call in calls.items()}
     heads, _, d_v = paged.HEADS[d]
-    names = ["unpaged", "64", "16", *(["8 bits"] if kind == "decoding" and d != 576 else [])]
+    names = ["unpaged", "64", "16", *(["8 bits"] if d != 576 else [])]
     assert list(outs) == names and outs["16"].shape == (len(lengths), rows, heads, d_v)
     for out in outs.values():
         torch.testing.assert_close(out, outs["unpaged"], atol=0.02, rtol=0.02)
