@@ -286,19 +286,8 @@ def explain(
     of_heads = sinks, arguments.flag("return_max_logits", return_max_logits)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if block_table is not None or seqused_k is not None:
-        page_checks.explained(
-            q,
-            k,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-            seqused_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            mask,
-            layout,
-            direction,
-        )
+        lengths = cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
+        page_checks.explained(q, k, *lengths, mask, layout, direction)
         scales = page_checks.scales_of(k_scale, v_scale, k.device, k.new_full)
         page_checks.no_gradients(q=q, k=k, v=v, sinks=sinks, out=out, k_scale=scales[0], v_scale=scales[1])
         maxima = page_checks.maxima(q, k, block_table, max_seqlen_q, max_seqlen_k)

@@ -7,7 +7,7 @@ from numbers import Integral
 import torch
 
 from . import env
-from .checks import arguments, memory_checks, page_checks, words
+from .checks import arguments, memory_checks, page_checks, page_values, words
 from .operators import paged
 from .operators.options import options_of
 
@@ -83,7 +83,7 @@ def ffpa_with_kvcache(
         block_table, names = cache_batch_idx[:, None], _NAMES | {"block_table": "cache_batch_idx"}
         if k is not None and not torch.compiler.is_compiling() and memory_checks.has_memory(cache_batch_idx):
             if cache_batch_idx.device.type == "cpu" or env.run_flags()["FFPA_CHECK"]:
-                page_checks.distinct(cache_batch_idx)
+                page_values.distinct(cache_batch_idx)
     if isinstance(cache_seqlens, torch.Tensor):
         arguments.only_tensors(cache_seqlens=cache_seqlens)
     else:

@@ -213,9 +213,13 @@ MUTANTS = [
         ("pages: of one pool at any offset", "if ahead and not rest:", "if ahead:"),
         ("pages: of one pool with more columns of values", "if ahead and not rest:", "if not rest:"),
         ("pages: written as keys and as values", "n + ahead in named and not", "False and not"),
-        ("caches: a negative number for all", '            length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)\n', "            pass\n"),
-        ("caches: one entry for two sequences", "if whose.setdefault(n, i) != i:", "if False:"),
+        ("caches: a negative number for all", '            page_values.length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)\n', "            pass\n"),
         ("names: English words stay", r"(?=`|=|\.\w|\[)", "(?=!)"),
+    ),
+    *edits_in(
+        "checks/page_values.py",
+        "tests/checks/test_bad_pages.py tests/operators/test_caches.py",
+        ("caches: one entry for two sequences", "if whose.setdefault(n, i) != i:", "if False:"),
     ),
     *edits_in(
         "launching/native.py",

@@ -1,17 +1,17 @@
-"""This module checks what a caller passes with keys in pages, and what tensors on the device hold; messages as in
-`arguments.py`. Names are those of the operators; functions that have others put these in their place (`renamed`).
+"""This module checks what a caller passes with keys in pages; messages as in `arguments.py`. Names are those of the operators;
+functions that have others put these in their place (`renamed`). What tensors hold is checked in `page_values.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 
 import torch
 
 from ..specs.problem import ROW_ALIGNMENT
-from . import arguments, memory_checks
+from . import arguments, memory_checks, page_values
 
 PAGE_ROWS = 16  # the rows of a page are a multiple of it, where a sequence may have several pages
 EIGHT_BITS = torch.float8_e4m3fn  # what keys and values may be stored as, whatever q is
@@ -212,12 +212,6 @@ def scales(k_pages, k_scale, v_scale) -> None:
             )
 
 
-def scale_values(k_scale, v_scale) -> None:
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and not bool(((scale > 0) & (scale < torch.inf)).all()):
-            raise ValueError(f"`{name}` holds {scale.tolist()}; scales are finite and greater than 0")
-
-
 def scales_of(k_scale, v_scale, device, full=torch.full) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns scales as operators take them: tensors, which `full` makes of numbers, one where two are equal."""
 
@@ -342,77 +336,7 @@ def one_use(written: Iterable[int], read: Iterable[int], ahead: int) -> None:
             )
 
 
-# ---- what tensors hold: reading it waits for a GPU ----
-
-
-def _falls(name: str, cu) -> list[int]:
-    lengths = cu.diff().tolist()
-    for i, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(f"`{name}` falls by {-length} at entry {i + 1}; offsets must not decrease")
-    return lengths
-
-
-def length(name: str, n: int, new: int, room: int, sequence: int) -> None:
-    if n < 0:
-        raise ValueError(f"`{name}` is {n} for sequence {sequence}; a length is 0 or more")
-    if n + new > room:
-        rows = f"{n} keys and {new} new rows" if new > 0 else f"{n} keys"
-        raise ValueError(
-            f"`{name}`: sequence {sequence} has {rows}, and there is room for {room}; give it more pages, or rows of the cache"
-        )
-
-
-def lengths(pages, pool, max_seqlen_k: int, name: str = "seqused_k") -> list[int]:
-    """Returns the keys of each sequence, checked."""
-    used, room = pages.used.tolist(), pages.entries * pool.shape[1]
-    first = [0] * len(used) if pages.first is None else pages.first.tolist()
-    added = [0] * len(used) if pages.added is None else _falls("cu_seqlens_k_new", pages.added)
-    result = []
-    for i, (n, begin, more) in enumerate(zip(used, first, added, strict=True)):
-        end = n + more + pages.more
-        length(name, n, end - n, room, i)
-        if not 0 <= begin <= end:
-            raise ValueError(f"`leftpad_k` is {begin} for sequence {i}, which has {end} rows; allowed: 0 to {end}")
-        if end - begin > max_seqlen_k:
-            raise ValueError(
-                f"`max_seqlen_k` is {max_seqlen_k} but sequence {i} has {end - begin} keys; pass at least the longest length"
-            )
-        result.append(end - begin)
-    return result
-
-
-def table(pages, pool, needed: Sequence[tuple[int, int]]) -> list[int]:
-    """Checks the entries that hold keys which are needed, of each sequence [first, past the last); returns them."""
-    if pages.table is None or not needed:
-        return [i for i, (first, end) in enumerate(needed) if first < end]
-    entry, rows = torch.arange(pages.entries)[None], max(pool.shape[1], 1)
-    ends = torch.tensor(
-        [(max(least, 0) // rows, -(-end // rows) if end > max(least, 0) else 0) for least, end in needed]
-    )
-    in_use = (entry >= ends[:, :1]) & (entry < ends[:, 1:])
-    numbers = pages.table.cpu()
-    wrong = (in_use & ((numbers < 0) | (numbers >= pool.shape[0]))).nonzero()
-    if len(wrong):
-        i, j = wrong[0].tolist()
-        entry = f" in entry {j}" if pages.entries > 1 else ""
-        allowed = f"allowed: 0 to {len(pool) - 1}, as `k_pages` has {len(pool)}" if len(pool) else "`k_pages` has none"
-        raise ValueError(f"`block_table` holds {numbers[i, j]} for sequence {i}{entry}, where it has keys; {allowed}")
-    return numbers[in_use].tolist()
-
-
 # ---- ffpa_with_kvcache ----
-
-
-def distinct(cache_batch_idx) -> None:
-    """Checks entries of a cache that new rows are written to."""
-    whose: dict[int, int] = {}
-    for i, n in enumerate(cache_batch_idx.tolist()):
-        if whose.setdefault(n, i) != i:
-            raise ValueError(
-                f"`cache_batch_idx` holds {n} for sequences {whose[n]} and {i}, whose new rows would be written to one place; "
-                "give each its own entry of the cache, or write with one call and read with another"
-            )
 
 
 def one_of_both(name: str, x, other: str, y, why: str) -> None:
@@ -454,7 +378,7 @@ def of_cache(
             )
         if not torch.compiler.is_compiling():
             room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-            length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)
+            page_values.length("cache_seqlens", cache_seqlens, new_rows(k, cu_seqlens_k_new), room, 0)
     _longest_of_q(cu_seqlens_q, max_seqlen_q)
     if cache_batch_idx is not None:
         _int32("cache_batch_idx", cache_batch_idx, 1, "[B], the entry of the cache that each sequence has", q)

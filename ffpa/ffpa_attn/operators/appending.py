@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .. import env
 from ..backends import append
-from ..checks import memory_checks, page_checks
+from ..checks import memory_checks, page_checks, page_values
 from ..launching.attention_call import Pages
 from .forms import seen, values_in_keys
 
@@ -41,14 +41,14 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     if ahead and block_table is None:
         page_checks.one_use(range(len(cache_seqlens)), (), ahead)
     if k.device.type == "cpu" or flags["FFPA_CHECK"]:
-        page_checks.scale_values(*scales)
+        page_values.scale_values(*scales)
         more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
         if added is not None:
             memory_checks.offsets_values(added, "cu_seqlens_k_new", k.shape[0], k.shape[0], "k")
         room = k_pages.shape[1] * (1 if block_table is None else block_table.shape[1])
         pages = Pages(cache_seqlens, block_table, room, None, added, more)
-        ends = page_checks.lengths(pages, k_pages, room, "cache_seqlens")
-        written = page_checks.table(pages, k_pages, list(zip(cache_seqlens.tolist(), ends, strict=True)))
+        ends = page_values.lengths(pages, k_pages, room, "cache_seqlens")
+        written = page_values.table(pages, k_pages, list(zip(cache_seqlens.tolist(), ends, strict=True)))
         page_checks.one_use(written, read, ahead)
     return memo
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ..backends.reference_rows import needed_keys
-from ..checks import arguments, memory_checks, page_checks
+from ..checks import arguments, memory_checks, page_checks, page_values
 from ..launching import native
 from ..launching.attention_call import Pages
 from ..specs.problem import E4M3, ROW_ALIGNMENT, Problem, Visibility
@@ -174,15 +174,15 @@ class Paged:
     def check_values(self, q, k, flags) -> None:
         """Checks what tensors hold at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
         if k.device.type == "cpu" or flags["FFPA_CHECK"]:
-            page_checks.scale_values(*self.scales)
+            page_values.scale_values(*self.scales)
             rows = [q.shape[1]] * len(q)
             if self.cu_q is not None:
                 memory_checks.offsets_values(self.cu_q, "cu_seqlens_q", q.shape[0], self.max_q, "max_seqlen_q")
                 rows = self.cu_q.diff().tolist()
-            lengths = page_checks.lengths(self.pages, k, self.max_k)
+            lengths = page_values.lengths(self.pages, k, self.max_k)
             see = visibility(self._rule)
             needed = [needed_keys(see, *both) for both in zip(rows, lengths, strict=True)]
-            self.read = page_checks.table(
+            self.read = page_values.table(
                 self.pages, k, [(least, min(end, n)) for (least, end), n in zip(needed, lengths, strict=True)]
             )
 
