@@ -1,8 +1,8 @@
 """Measures attention to keys in pages on a GPU, beside our own call of the same lengths without pages, in turn.
 
 `python bench/paged.py` prints a row for each kind of call and head dim: `prefill`, 8 causal sequences of 8192 rows; `chunks`,
-the last 512 rows of 32768 keys, 8 times; `decoding`, one row on ragged lengths up to 4096 and 32768, of 1, 8 and 64 sequences,
-and what it costs to append that row's keys. Times are medians of calls with a cold L2; a ratio above 1 says that pages are
+the last 512 rows of 32768 keys, 8 times; `decoding`, one row on ragged lengths up to 4096, 32768 and 131072, of 1, 8, 64
+and 256 sequences as the GPU's memory holds them, and what it costs to append that row's keys. Times are medians of calls with a cold L2; a ratio above 1 says that pages are
 faster. Pages lie in random order. Numbers are such that e4m3 holds them; `8 bits` attends to pages of 64 rows that do, and its
 ratio is to those of 16 bits. `--kind` and `--d` take some of it, `--write` keeps the numbers.
 """
@@ -29,7 +29,9 @@ from workload import Workload
 
 KINDS = ("prefill", "chunks", "decoding")
 HEADS = {128: (32, 8, 128), 256: (32, 8, 256), 512: (32, 4, 512), 576: (128, 1, 512)}  # D: heads of q, of keys, and D_v
+LONGEST, BATCHES = (4096, 32768, 131072), (1, 8, 64, 256)  # of sequences that decode
 PAGES = (64, 16)  # rows of a page
+COPIES = 5  # of keys and values that a GPU's memory is to hold: without pages, in pages of each size, in 8 bits, and to spare
 READ_BYTES = 4 << 30
 E4M3, EIGHT_BITS = torch.float8_e4m3fn, "8 bits"
 
@@ -80,8 +82,8 @@ def cases(kinds, dims, quick: bool) -> Iterator[Case]:
             elif kind == "chunks":
                 yield Case(kind, d, (4096 if quick else 32768,) * (2 if quick else 8), 512)
             else:
-                for longest in (1024,) if quick else (4096, 32768):
-                    yield from (Case(kind, d, ragged(batch, longest), 1) for batch in ((8,) if quick else (1, 8, 64)))
+                for longest in (1024,) if quick else LONGEST:
+                    yield from (Case(kind, d, ragged(batch, longest), 1) for batch in ((8,) if quick else BATCHES))
 
 
 class Tensors(NamedTuple):
@@ -224,7 +226,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; a read alone reaches {read:.0f} GB/s\n")
     print(HEADER, f"|{'---|' * HEADER.count(' |')}", sep="\n")
     rows = []
+    memory = torch.cuda.get_device_properties(0).total_memory
     for case in cases(args.kind or KINDS, args.d or HEADS, args.quick):
+        if COPIES * case.bytes_of_keys > memory:
+            continue
         rows.append(measure(case, timer, args.iters or (3 if args.quick else 15), read))
         print(row(rows[-1]), flush=True)
         torch.cuda.empty_cache()

@@ -97,6 +97,20 @@ FFPA_DEVICE float prepare_row(int pairs, const ChunksOf& chunks_of, int lane) {
   return inverse;
 }
 
+// Does so with all rows of a block's A, by all its warps, and leaves at factors_smem what sums of each row are then to
+// be multiplied with; `factor` is that of B. chunks_of(row, pair, addresses) says where a row lies. The caller
+// synchronises.
+template <class Element, int kRows, int kWarps, class ChunksOf>
+FFPA_DEVICE void prepare_rows(int pairs, const ChunksOf& chunks_of, float factor, uint32_t factors_smem, int thread) {
+  const int lane = thread % 32;
+  FFPA_NO_UNROLL
+  for (int row = thread / 32; row < kRows; row += kWarps) {
+    const auto of_row = [&](int pair, uint32_t (&addresses)[2]) { chunks_of(row, pair, addresses); };
+    const float finite = min_of(prepare_row<Element>(pairs, of_row, lane) * factor, 3.4e38f);  // times 0 it is still 0
+    if (lane == 0) ptx::st_shared_4(factors_smem + row * sizeof(float), float_bits(finite));
+  }
+}
+
 // Computes sums += A · B as add_product() does, with B in e4m3. a(fragment, m, depth) brings A; bytes(raw, depths,
 // pair) loads what two depths, 2 · depths and the next one, have of a pair, in the order of depths if kAcross (for
 // b_pair_of_e4m3_trans), else of rows. All bytes are on their way before the first are converted.

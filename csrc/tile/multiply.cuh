@@ -54,13 +54,16 @@ struct Accumulator<Half> {
   }
 };
 
-// Multiplies rows g and g + 8 of the fragment by their factors.
+// Multiplies rows g and g + 8 of a C fragment by their factors.
+FFPA_DEVICE void scale_rows(float (&values)[4], const float (&factor)[2]) {
+  FFPA_UNROLL
+  for (int e = 0; e < 4; ++e) values[e] *= factor[e / 2];
+}
 template <class Type>
 FFPA_DEVICE void scale_rows(Accumulator<Type>& accumulator, const float (&factor)[2]) {
   float values[4];
   accumulator.get(values);
-  FFPA_UNROLL
-  for (int e = 0; e < 4; ++e) values[e] *= factor[e / 2];
+  scale_rows(values, factor);
   accumulator.set(values);
 }
 

@@ -4,11 +4,11 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, explain, ffpa_varlen, ffpa_with_kvcache
-from ffpa_attn.backends import dequantised, levels, triton_attention
+from ffpa_attn.backends import dequantised, levels, row_tiles, triton_attention
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import native
 from ffpa_attn.operators import forms, ops
-from ffpa_attn.specs.spec import E4M3_SHAPES
+from ffpa_attn.specs.spec import E4M3_SHAPES, ForwardMmaKeys, aot_specs
 from ffpa_attn.testing import emulate
 
 E4M3 = torch.float8_e4m3fn
@@ -104,6 +104,35 @@ def test_kernels_convert_on_the_way(case, rows, device, monkeypatch):
         with emulate("sm_80", seed=3):
             plan = attend(case, "of heads", dtype)
     assert plan.spec.e4m3 and plan.spec.rows == rows
+
+
+# Where warps own keys: more tiles than lanes know runs of, sequences that some warps have nothing of, steps of K.
+OWN_KEYS = [
+    (128, 128, "HND", 16, (3, 1, 4), (4500, 1, 2200), (4, 2), {"sinks": True, **CAUSAL}),
+    (96, 80, "interleaved", 80, (2, 1, 1), (33, 2100, 0), (8, 1), {"window": (2000, 0), "softcap": 10.0}),
+    (320, 128, "NHD", 32, (1, 16), (700, 130), (2, 2), {"window": (150, 20), "align": "top_left"}),
+]
+
+
+@pytest.mark.parametrize("most_parts, stages", [(1, 4), (64, 3), (64, 2)])
+@pytest.mark.parametrize("case", OWN_KEYS, ids=str)
+def test_warps_own_keys(case, most_parts, stages, device, monkeypatch):
+    monkeypatch.setattr(levels, "E4M3_SHAPES", E4M3_SHAPES[:1])
+    monkeypatch.setattr(row_tiles, "MOST_PARTS", most_parts)
+    monkeypatch.setattr(levels, "_stages", lambda *_: [stages])
+    monkeypatch.setenv("FFPA_BACKEND", "mma")
+    rule = dict(case[-1])
+    if rule.pop("sinks", False):
+        rule["sinks"] = torch.linspace(-2, 5, case[6][0], device="cpu" if device == "emulated" else device)
+    case = *case[:-1], rule
+    if device == "cuda":
+        plans = [attend(case, "of heads", device="cuda") for _ in range(2)]
+    else:
+        with emulate("sm_80", seed=most_parts):
+            plans = [attend(case, "of heads")]
+    for plan in plans:
+        assert isinstance(plan.spec, ForwardMmaKeys) and plan.stages == stages
+        assert (plan.splits > 1) == (most_parts > 1 and max(case[5]) > 2000)
 
 
 @pytest.mark.parametrize("d, heads", [(128, (32, 8)), (256, (32, 8)), (512, (32, 4)), (1024, (16, 2))])
@@ -363,7 +392,5 @@ def test_the_operator_has_a_fake():
 
 
 def test_all_shapes_are_in_a_wheel():
-    from ffpa_attn.specs.spec import ForwardMmaSplit, aot_specs
-
-    built = {spec.columns for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaSplit) and spec.e4m3}
-    assert built == {shape.columns for shape in E4M3_SHAPES}
+    built = {(spec.columns, spec.rows) for spec in aot_specs(env.all_flags()) if getattr(spec, "e4m3", False)}
+    assert built == {shape[:2] for shape in E4M3_SHAPES}

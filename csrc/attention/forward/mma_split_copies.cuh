@@ -17,23 +17,18 @@
 
 namespace ffpa {
 
-// Makes Q, which is resident, what fragments of 8-bit keys are multiplied with. A warp does so with a row at a time.
+// Makes Q, which is resident, what fragments of 8-bit keys are multiplied with.
 template <class Config>
 FFPA_DEVICE void ForwardMmaSplit<Config>::prepare_queries(const KeyScales& scales) {
   constexpr int kPairs = kKeyColumns / 16;  // two chunks each, in a step
   ptx::cp_async_wait_group<0>();            // Q alone is in a group
   ptx::sync_block();
-  FFPA_NO_UNROLL
-  for (int row = thread_ / 32; row < kRows; row += Config::kWarps) {
-    const auto chunks_of = [&](int pair, uint32_t (&addresses)[2]) {
-      const uint32_t step_smem = q_smem_ + pair / kPairs * Config::kQueryStepBytes;
-      FFPA_UNROLL
-      for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
-    };
-    const float factor = tile::prepare_row<Element>(key_steps_ * kPairs, chunks_of, lane_);
-    const float finite = min_of(factor * scales.k, 3.4e38f);  // a product of zeros stays 0
-    if (lane_ == 0) ptx::st_shared_4(partial_smem_ + row * sizeof(float), float_bits(finite));
-  }
+  const auto chunks_of = [&](int row, int pair, uint32_t (&addresses)[2]) {
+    const uint32_t step_smem = q_smem_ + pair / kPairs * Config::kQueryStepBytes;
+    FFPA_UNROLL
+    for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
+  };
+  tile::prepare_rows<Element, kRows, Config::kWarps>(key_steps_ * kPairs, chunks_of, scales.k, partial_smem_, thread_);
   ptx::sync_block();
   tile::for_each_row<kScoreM>([&](int m, int h) { key_scale_[m][h] = statistic(partial_smem_, score_row(m, h)); });
   value_scale_ = scales.v;

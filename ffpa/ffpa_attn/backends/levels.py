@@ -25,6 +25,7 @@ from ..specs.spec import (
     PAGED_COLUMNS,
     ROWS_HEAD_DIMS,
     ForwardMerge,
+    ForwardMmaKeys,
     ForwardMmaRows,
     ForwardMmaSplit,
     Shape,
@@ -61,12 +62,13 @@ _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level 
 _MORE_ENDS = {256: 192}  # keys more for tiles of so many columns: their ring of one stage hides none of the first loads
 _RESERVED_BYTES = 1024  # bytes of shared memory that each block takes for itself
 _SPLIT_WARPS = 8  # of a block in the split-D kernel
+_WARP_KEYS = 32  # keys of a warp in a tile, where warps own keys
 _WITHOUT_HIDING = 8  # times as long, to the choice: what hides no loads is taken only where nothing else fits
 _MOST_COLUMNS_OF_Q = 192  # columns of Q that registers hold
 _MOST_GROUPED_COLUMNS = 640  # columns of a column group of level 2: the fewest groups recompute the least
 _MOST_GROUPED_PAGED_COLUMNS = 512  # the same, where keys lie in pages
 
-Spec = ForwardMmaSplit | ForwardMmaRows
+Spec = ForwardMmaSplit | ForwardMmaKeys | ForwardMmaRows
 
 
 class LevelPlan(NamedTuple):
@@ -108,6 +110,11 @@ def smem_bytes(spec: Spec, d_qk: int, stages: int, q_resident: bool, value_stage
     """Returns the bytes of shared memory, as the Config's launch_shape does; a test compares the two."""
     if isinstance(spec, ForwardMmaRows):
         return (spec.rows + stages * 2 * spec.keys) * spec.head_dim * 2 + _ROW_TILE_BYTES
+
+    if isinstance(spec, ForwardMmaKeys):
+        warps, query = spec.keys // _WARP_KEYS, -(-d_qk // spec.columns) * spec.rows * spec.columns * 2
+        of_warp = max(stages * _WARP_KEYS, spec.rows * 4) * spec.columns + 64 + 8 * spec.rows
+        return warps * of_warp + query + _ROW_TILE_BYTES + _KEYS_BYTES
 
     def step(rows: int, columns: int, padded: bool, bytes_of_element: int = 2) -> int:
         return rows * (columns * bytes_of_element + 16 * padded)
@@ -196,17 +203,21 @@ def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap
     return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
 
 
-_KEY_COLUMN = {16: 0.5e-4, 32: 0.66e-4}  # microseconds for a key's column of 8 bits, by rows of a tile; on an H200
+# Microseconds for a key's column of 8 bits, and the blocks that a multiprocessor of an H200 holds.
+_PACE_OF_KEYS, _PACE_OF_8_BITS = (0.39e-4, 3), {16: (0.5e-4, 2), 32: (0.66e-4, 1)}  # the latter by rows of a tile
 _ENDS_OF_8_BITS = 128
-_BLOCKS_OF_MULTIPROCESSOR = {16: 2, 32: 1}  # by rows of a tile, as the kernel's Config says
 
 
-def _pace_of_8_bits(p: Problem, shape: Shape) -> row_tiles.Pace:
-    blocks = archs.multiprocessors(p.arch) * _BLOCKS_OF_MULTIPROCESSOR[shape.rows]
-    of_key = _KEY_COLUMN[shape.rows] * (p.d_qk + shape.columns)
-    return row_tiles.Pace(
-        shape.rows, shape.keys, blocks, of_key, _ENDS_OF_8_BITS * of_key, (p.d_qk + p.d_v) // 2, _BANDWIDTH
-    )
+def _of_8_bits(spec: Spec) -> tuple[float, int]:
+    return _PACE_OF_KEYS if isinstance(spec, ForwardMmaKeys) else _PACE_OF_8_BITS[spec.rows]
+
+
+def _pace_of_8_bits(p: Problem, spec: Spec) -> row_tiles.Pace:
+    of_column, blocks = _of_8_bits(spec)
+    blocks *= archs.multiprocessors(p.arch)
+    of_key = of_column * (p.d_qk + spec.columns)
+    columns = (p.d_qk + p.d_v) // 2
+    return row_tiles.Pace(spec.rows, spec.keys, blocks, of_key, _ENDS_OF_8_BITS * of_key, columns, _BANDWIDTH)
 
 
 def _as_toggled(spec: ForwardMmaSplit, flags: Mapping[str, Any]) -> ForwardMmaSplit:
@@ -240,17 +251,18 @@ def settings(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit:
     return None
 
 
-def _settings_of_two_blocks(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit: int):
-    """Returns what settings() does, if an SM is to hold two blocks, and then has room for a ring of two steps in each."""
-    if _BLOCKS_OF_MULTIPROCESSOR[spec.rows] == 1:
-        return None
-    found = settings(spec, p, flags, _half(limit))
-    return found if found and found[0] > 1 else None
+def _settings_of_8_bits(spec: Spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
+    """Returns what settings() does, for as many blocks on an SM as have room for a ring of two steps each."""
+    for blocks in range(_of_8_bits(spec)[1], 1, -1):
+        found = settings(spec, p, flags, _part(limit, blocks))
+        if found and found[0] > 1:
+            return found
+    return settings(spec, p, flags, limit)
 
 
-def _half(limit: int) -> int:
-    """Returns the bytes of shared memory that each of two blocks on an SM has."""
-    return (limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES
+def _part(limit: int, blocks: int = 2) -> int:
+    """Returns the bytes of shared memory that each of so many blocks on an SM has."""
+    return (limit + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
 
 
 def _not_known(flags: Mapping[str, Any], fixed: Mapping[str, bool], family: str) -> str | None:
@@ -279,7 +291,7 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
             continue
         fits = [
             (slowdown, n)
-            for slowdown, most in ((1.0, _half(limit)), (1.4, limit))  # one block alone has nothing to hide its softmax
+            for slowdown, most in ((1.0, _part(limit)), (1.4, limit))  # one block alone has nothing to hide its softmax
             for n in _stages(p, flags, [2, 1])
             if smem_bytes(spec, p.d_qk, n, True) <= most
         ]
@@ -317,8 +329,11 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     plans = []
     for level, shape in _candidates(p, acc):
         spec = forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None, p.cache is not None)
-        spec = _as_toggled(spec, flags)
-        fitting = (spec.e4m3 and _settings_of_two_blocks(spec, p, flags, limit)) or settings(spec, p, flags, limit)
+        if p.cache:
+            fitting = _settings_of_8_bits(spec, p, flags, limit)
+        else:
+            spec = _as_toggled(spec, flags)
+            fitting = settings(spec, p, flags, limit)
         if fitting is None:
             continue
         cap = flags["FFPA_WORKSPACE_MB"] << 20
@@ -328,7 +343,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
             continue
         heads = row_tiles.shared_heads(p, shape.rows)
         if p.cache:
-            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, shape), heads)
+            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, spec), heads)
             cost, parts = row_tiles.fastest_parts(p, shape.rows, shape.keys, heads, cap, estimate)
             splits = parts.count
         else:

@@ -73,6 +73,21 @@ class ForwardMmaSplit(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ForwardMmaKeys(KernelSpec):
+    """In this forward of few rows on 8-bit keys in pages, each warp has its own keys; a spec serves every D_qk, and each
+    D_v up to `columns`.
+    """
+
+    e4m3 = True
+    own_rings = streamed = False
+
+    dtype: str
+    columns: int  # columns of O in registers, and of Q and K in one step
+    rows: int  # rows of one tile
+    keys: int
+
+
+@dataclass(frozen=True)
 class ForwardMmaRows(KernelSpec):
     """In this forward for small head dims, each warp has its own rows; a spec serves D_qk and D_v up to `head_dim`."""
 
@@ -331,10 +346,11 @@ def register_shapes(columns: int, acc: tuple[str, str], paged: bool = False) -> 
     return [shapes[0], shapes[-1]] if paged else shapes
 
 
-# Tiles for 8-bit keys and values in pages: of 16 rows, of which an SM holds two blocks, and of 32, as a server decodes few.
-# They have no speed as others have it: levels._pace_of_8_bits estimates them by what decoding takes.
+# Tiles for 8-bit keys and values in pages: of 16 rows, of which an SM holds several blocks, and of 32, as a server decodes
+# few. They have no speed as others have it: levels._pace_of_8_bits estimates them by what decoding takes. The first are
+# those of ForwardMmaKeys.
 E4M3_SHAPES = (
-    Shape(128, 16, 256, 128, 256, 0),
+    Shape(128, 16, 128, 128, 32, 0),
     Shape(128, 32, 256, 128, 256, 0),
     Shape(256, 16, 256, 128, 128, 0),
     Shape(256, 32, 256, 128, 128, 0),
@@ -379,7 +395,9 @@ def rows_spec(
 
 def forward_spec(
     dtype: str, acc: tuple[str, str], shape: Shape, streamed: bool = False, paged: bool = False, e4m3: bool = False
-) -> ForwardMmaSplit:
+) -> ForwardMmaSplit | ForwardMmaKeys:
+    if e4m3 and shape == E4M3_SHAPES[0]:
+        return ForwardMmaKeys(dtype, *shape[:3])
     return ForwardMmaSplit(dtype, *acc, *shape[:5], streamed=streamed, paged=paged, e4m3=e4m3)
 
 
