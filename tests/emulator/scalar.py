@@ -499,6 +499,7 @@ EXACT = {
     "ld_global_1": ld_global_1,
     "ld_global_2": ld_global_2,
     "ld_global_4": reversed_lanes(1),
+    "prefetch_global": lambda words: words,
     "atom_add_global": lambda words: np.tile(words.reshape(16, 2).sum(1, dtype=np.uint32), 2),
     "red_max_signed_global": red_max_signed,
     "red_min_global": red_min,

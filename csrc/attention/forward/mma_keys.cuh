@@ -44,7 +44,7 @@ struct ForwardMmaKeysConfig : Fields {
   static constexpr int kWarpKeys = 32;  // depths of two products with V, whose 8-bit fragments are loaded together
   static constexpr int kWarps = kKeys / kWarpKeys;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kMinBlocksPerSm = 12 / kWarps;  // 168 registers for each thread
+  static constexpr int kMinBlocksPerSm = 12 / kWarps;  // with 168 registers for each thread
   static_assert(kRows == 16, "a warp has all rows of a fragment");
   static_assert(kColumns % (16 * kWarps) == 0 && kColumns % 64 == 0, "warps write pairs of fragments of O");
 
@@ -105,7 +105,16 @@ class ForwardMmaKeys {
               ptx::dynamic_smem() + warp_ * params_.stages * Config::kSlotBytes, params_.stages, Config::kSlotBytes) {}
 
   FFPA_DEVICE void run() {
-    begin();
+    const int item = arguments_.row_tiles.heads_before_parts(block_number());
+    const SharedRowTile rows = arguments_.row_tiles.get(params_, item, [&](const SharedRowTile& of_item) {
+      arguments_.key_pages.prefetch(params_.paged, of_item.batch_index, of_item.part * params_.part_keys);
+    });
+    const TileRange tiles = visible_part(rows, kKeys, params_);
+    if (params_.splits > 1 && tiles.first == tiles.end) {  // nobody reads O of a part without keys
+      if (warp_ == 0) finish_rows(params_, rows, 0, state_, lane_);
+      return;
+    }
+    begin(rows, tiles);
     Out out;
     FFPA_NO_UNROLL
     for (int tile = first_tile_; tile < end_tile_; ++tile) {
@@ -117,8 +126,7 @@ class ForwardMmaKeys {
   }
 
  private:
-  FFPA_DEVICE void begin() {
-    const SharedRowTile rows = arguments_.row_tiles.get(params_, block_number());
+  FFPA_DEVICE void begin(const SharedRowTile& rows, const TileRange& tiles) {
     if (warp_ == 0) {
       rows_.keep(rows, lane_);
       keys_.keep(mma_keys<true>(params_, rows), lane_);
@@ -126,7 +134,6 @@ class ForwardMmaKeys {
     ring_.init(lane_);
     ptx::sync_block();  // the row tile is there, and the barriers of the rings are
 
-    const TileRange tiles = visible_part(rows, kKeys, params_);
     const int seen = keys_.get().seen.end - warp_ * kWarpKeys;  // keys from the warp's first one on
     first_tile_ = next_tile_ = tiles.first;
     end_tile_ = min_of(tiles.end, ceil_div(max_of(seen, 0), kKeys));

@@ -46,7 +46,12 @@ class WgmmaBlock {
     const bool multiplies = warp_ >= tile::kGroupWarps;
     if (multiplies || warp_ < kProducers) {
       const int keeper = multiplies ? kProducers + warp_ - tile::kGroupWarps : warp_;
-      kept_rows(keeper).keep(arguments_.row_tiles.get(params_, Config::Items::first()), lane_);
+      const auto ahead = [&](const SharedRowTile& rows) {
+        if constexpr (Config::kPaged) {  // the first keys wait for the length, and then for the table
+          if (!multiplies) arguments_.pages.prefetch(params_.paged, rows.batch_index, rows.part * params_.part_keys);
+        }
+      };
+      kept_rows(keeper).keep(arguments_.row_tiles.get(params_, Config::Items::first(), ahead), lane_);
     }
     if (warp_ == tile::kGroupWarps - 1 && lane_ == 0) init();
   }

@@ -53,6 +53,7 @@ struct RowScales {
 template <class Fields>
 struct ForwardWgmmaFp8Config : Fields {
   using Params = Fp8Params;
+  static constexpr bool kPaged = false;  // 8-bit keys in pages become 16-bit numbers
   static constexpr int kRows = tile::kBox;
   static constexpr int kKeySteps = 2, kKeys = kKeySteps * tile::kBox;  // keys of a tile
   static_assert(kKeys == kScaledRows && kScaledRows % kRows == 0, "a tile has one scale of Q, one of K and one of V");

@@ -43,6 +43,12 @@ class KeyPages {
     return int(ptx::ld_global_4(paged.table + place.batch * paged.table_stride + entry));
   }
 
+  // Brings the table's line that has key `key` of a sequence nearer, before it is known whether there is such a key.
+  FFPA_DEVICE void prefetch(const PagedKeys& paged, int sequence, int key) const {
+    if (paged.table == nullptr) return;
+    ptx::prefetch_global(paged.table + sequence * paged.table_stride + min_of(entry_of(paged, key), paged.entries - 1));
+  }
+
   // Returns where key `key` lies, whose page is `found`, in a sequence that begins on row `first_row`. Its page may be
   // none of the pool.
   FFPA_DEVICE PageRow place_in(const PagedKeys& paged, int found, int first_row, int key) const {

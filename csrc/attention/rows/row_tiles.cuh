@@ -46,14 +46,23 @@ class RowTiles {
   // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
   FFPA_HOST_DEVICE int count() const { return count_; }
 
+  // Returns the item to take in place of item `i` so that the heads of an entry come before the parts of their keys:
+  // blocks that work at the same time then read rows of heads that lie side by side.
+  FFPA_DEVICE int heads_before_parts(int i) const {
+    const int others = heads_.quotient(i), head = heads_.remainder(i);
+    return (splits_.quotient(others) * heads_.value + head) * splits_.value + splits_.remainder(others);
+  }
+
   // Returns the place of row `i` of any tile, counted from the tile's first head and row.
   FFPA_DEVICE RowPlace place_in_tile(const AttentionParams& params, int i) const {
     const int row = i * inverse_ >> 16;
     return {i - row * params.tile_heads, row};
   }
 
-  // All lanes of a warp call this together.
-  FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item) const {
+  // All lanes of a warp call this together. ahead(rows) is called before lengths are read: batch entry, heads and part
+  // are known by then.
+  template <class Ahead>
+  FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item, const Ahead& ahead) const {
     SharedRowTile rows;
     rows.part = uint16_t(splits_.remainder(item));
     item = splits_.quotient(item);
@@ -70,10 +79,14 @@ class RowTiles {
       rows.batch_index = of_sequence.sequence;
       tile = of_sequence.tile;
     }
+    ahead(rows);
     rows.entry = batch_entry<kPaged>(params, rows.batch_index);
     rows.first = tile * rows_of_head_;
     rows.last = min_of(rows.first + rows_of_head_, rows.n_q()) - 1;
     return rows;
+  }
+  FFPA_DEVICE SharedRowTile get(const AttentionParams& params, int item) const {
+    return get(params, item, [](const SharedRowTile&) {});
   }
 
  private:

@@ -181,6 +181,8 @@ uint32_t ld_global_4(const void* address, CallSite site = CallSite());
 void ld_global_8(uint32_t (&value)[2], const void* address, CallSite site = CallSite());
 void ld_global_16(uint32_t (&value)[4], const void* address, CallSite site = CallSite());
 
+inline void prefetch_global(const void*) {}  // there is no cache
+
 void st_global_2(void* address, uint16_t value, CallSite site = CallSite());
 void st_global_4(void* address, uint32_t value, CallSite site = CallSite());
 void st_global_8(void* address, const uint32_t (&value)[2], CallSite site = CallSite());

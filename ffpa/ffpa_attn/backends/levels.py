@@ -204,7 +204,7 @@ def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap
 
 
 # Microseconds for a key's column of 8 bits, and the blocks that a multiprocessor of an H200 holds.
-_PACE_OF_KEYS, _PACE_OF_8_BITS = (0.39e-4, 3), {16: (0.5e-4, 2), 32: (0.66e-4, 1)}  # the latter by rows of a tile
+_PACE_OF_KEYS, _PACE_OF_8_BITS = (0.72e-4, 3), {16: (0.5e-4, 2), 32: (0.66e-4, 1)}  # the latter by rows of a tile
 _ENDS_OF_8_BITS = 128
 
 

@@ -28,6 +28,12 @@ FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output)
   ptx::st_global_4(output + lane, ptx::ld_shared_4(smem + (31 - lane) * 4));
 }
 
+FFPA_KERNEL(32, 1) void prefetch_kernel(const uint32_t* input, uint32_t* output) {
+  ptx::prefetch_global(input);
+  ptx::prefetch_global(nullptr);
+  ptx::st_global_4(output + ptx::lane_id(), ptx::ld_global_4(input + ptx::lane_id()));
+}
+
 FFPA_KERNEL(32, 1) void memory_8_kernel(const uint32_t* input, uint32_t* output) {
   const int lane = ptx::lane_id();
   const uint32_t smem = ptx::dynamic_smem();
@@ -83,6 +89,7 @@ inline std::vector<Case> memory_cases() {
       warp_case<memory_4_kernel, 128>("ld_global_4", Input::kBits, 1, 1),
       warp_case<memory_8_kernel, 256>("ld_global_8", Input::kBits, 2, 2),
       warp_case<memory_16_kernel, 512>("ld_global_16", Input::kBits, 4, 4),
+      warp_case<prefetch_kernel, 0>("prefetch_global", Input::kBits, 1, 1),
       warp_case<atom_add_kernel, 0>("atom_add_global", Input::kBits, 1, 1),
       {"red_max_signed_global", 80, Input::kBits, 32, 4, 0, run_kernel<red_max_signed_kernel, 32, 0>},
       {"red_min_global", 80, Input::kBits, 32, 4, 0, run_kernel<red_min_kernel, 32, 0>},
