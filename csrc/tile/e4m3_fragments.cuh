@@ -97,16 +97,18 @@ FFPA_DEVICE float prepare_row(int pairs, const ChunksOf& chunks_of, int lane) {
   return inverse;
 }
 
-// Does so with all rows of a block's A, by all its warps, and leaves at factors_smem what sums of each row are then to
-// be multiplied with; `factor` is that of B. chunks_of(row, pair, addresses) says where a row lies. The caller
-// synchronises.
+// Does so with the first `rows` rows of a block's A, by all its warps; the others are zeros. Leaves at factors_smem
+// what sums of each row are then to be multiplied with; `factor` is that of B. chunks_of(row, pair, addresses) says
+// where a row lies. The caller synchronises.
 template <class Element, int kRows, int kWarps, class ChunksOf>
-FFPA_DEVICE void prepare_rows(int pairs, const ChunksOf& chunks_of, float factor, uint32_t factors_smem, int thread) {
+FFPA_DEVICE void prepare_rows(int rows, int pairs, const ChunksOf& chunks_of, float factor, uint32_t factors_smem,
+                              int thread) {
   const int lane = thread % 32;
   FFPA_NO_UNROLL
   for (int row = thread / 32; row < kRows; row += kWarps) {
     const auto of_row = [&](int pair, uint32_t (&addresses)[2]) { chunks_of(row, pair, addresses); };
-    const float finite = min_of(prepare_row<Element>(pairs, of_row, lane) * factor, 3.4e38f);  // times 0 it is still 0
+    const float inverse = row < rows ? prepare_row<Element>(pairs, of_row, lane) : 0;
+    const float finite = min_of(inverse * factor, 3.4e38f);  // a product of zeros stays 0
     if (lane == 0) ptx::st_shared_4(factors_smem + row * sizeof(float), float_bits(finite));
   }
 }

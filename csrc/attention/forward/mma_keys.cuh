@@ -159,7 +159,8 @@ class ForwardMmaKeys {
       FFPA_UNROLL
       for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
     };
-    tile::prepare_rows<Element, kRows, kWarps>(key_steps * kPairs, chunks_of, scales.k, notes_smem_, thread);
+    tile::prepare_rows<Element, kRows, kWarps>(rows.count(), key_steps * kPairs, chunks_of, scales.k, notes_smem_,
+                                               thread);
     ptx::sync_block();
     FFPA_UNROLL
     for (int h = 0; h < 2; ++h) key_scale_[h] = note(0, row_of_lane(h));

@@ -114,6 +114,7 @@ class ForwardMmaSplit {
         add_values(out);
       }
       finish_rows();
+      if (params_.splits > 1 && first_tile_ == end_tile_) return;  // nobody reads O of a part without keys
       write(out, first_column_);
     }
   }
@@ -150,12 +151,12 @@ class ForwardMmaSplit {
     if constexpr (Config::kE4m3) ptx::cp_async_commit_group();
     for (int step = 0; step < key_feed_.ring.ahead(); ++step) load_next_step<kOfKeys>();
     for (int step = 0; kOwnRings && step < value_feed_.ring.ahead(); ++step) load_next_step<kOfValues>();
-    if constexpr (Config::kE4m3) prepare_queries(scales_of_head(params_, rows));
+    if constexpr (Config::kE4m3) prepare_queries(rows.count(), scales_of_head(params_, rows));
   }
 
   // ---- Q, and the steps of K and V on their way into shared memory: forward/mma_split_copies.cuh ----
 
-  FFPA_DEVICE void prepare_queries(const KeyScales& scales);
+  FFPA_DEVICE void prepare_queries(int rows, const KeyScales& scales);
 
   // The step that a ring brings next: steps 0 … are those of K; those of V follow, counted on, for each column group.
   struct Feed {
@@ -441,7 +442,8 @@ void forward_mma_split(FFPA_GRID_CONSTANT const typename Config::Arguments argum
       ptx::sync_block();  // nobody reads Q or the statistics of this item any more
     }
   } else {
-    forward.run(block_number());
+    const int item = block_number();
+    forward.run(Config::kE4m3 ? arguments.row_tiles.heads_before_parts(item) : item);
   }
 }
 

@@ -19,7 +19,7 @@ namespace ffpa {
 
 // Makes Q, which is resident, what fragments of 8-bit keys are multiplied with.
 template <class Config>
-FFPA_DEVICE void ForwardMmaSplit<Config>::prepare_queries(const KeyScales& scales) {
+FFPA_DEVICE void ForwardMmaSplit<Config>::prepare_queries(int rows, const KeyScales& scales) {
   constexpr int kPairs = kKeyColumns / 16;  // two chunks each, in a step
   ptx::cp_async_wait_group<0>();            // Q alone is in a group
   ptx::sync_block();
@@ -28,7 +28,8 @@ FFPA_DEVICE void ForwardMmaSplit<Config>::prepare_queries(const KeyScales& scale
     FFPA_UNROLL
     for (int i = 0; i < 2; ++i) addresses[i] = step_smem + Config::query_layout().offset(row, pair % kPairs * 2 + i);
   };
-  tile::prepare_rows<Element, kRows, Config::kWarps>(key_steps_ * kPairs, chunks_of, scales.k, partial_smem_, thread_);
+  tile::prepare_rows<Element, kRows, Config::kWarps>(rows, key_steps_ * kPairs, chunks_of, scales.k, partial_smem_,
+                                                     thread_);
   ptx::sync_block();
   tile::for_each_row<kScoreM>([&](int m, int h) { key_scale_[m][h] = statistic(partial_smem_, score_row(m, h)); });
   value_scale_ = scales.v;

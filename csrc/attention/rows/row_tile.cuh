@@ -153,6 +153,7 @@ struct SharedRowTile : RowTile {
   static FFPA_HOST_DEVICE int inverse_of(int heads) { return ceil_div(1 << 16, heads); }
 
   FFPA_DEVICE int split() const { return part; }
+  FFPA_DEVICE int count() const { return (last - first + 1) * heads; }
   FFPA_DEVICE const SharedRowTile& get() const { return *this; }  // as KeptRows has it
   FFPA_DEVICE RowPlace place(int i) const {
     const int row = i * inverse >> 16;
