@@ -1,16 +1,21 @@
-"""Tests `model.generate_batch` with `attn_implementation="ffpa_flash_3"` on tiny random models: their tokens are those that
-the same weights give in float32 without ffpa.
+"""Tests `model.generate_batch` with `attn_implementation="ffpa_flash_3"` on tiny random models: their tokens are those
+that the same weights give in float32 without ffpa.
 """
 
 import functools
+import sys
 import types
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import continuous_batching as bench  # noqa: E402
 from ffpa_attn.integrations import continuous_batching, flash_api  # noqa: E402
 from ffpa_attn.integrations import transformers as ours  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash_utils  # noqa: E402
@@ -38,7 +43,9 @@ CONFIGS = {
     "softcap": lambda: transformers.Gemma2Config(
         **SIZES, **LOCAL, head_dim=64, query_pre_attn_scalar=1, attn_logit_softcapping=1.0
     ),
-    "sinks": lambda: transformers.GptOssConfig(**{**SIZES, "intermediate_size": 32}, **LOCAL, head_dim=64, num_local_experts=4),
+    "sinks": lambda: transformers.GptOssConfig(
+        **{**SIZES, "intermediate_size": 32}, **LOCAL, head_dim=64, num_local_experts=4
+    ),
 }  # fmt: skip
 PROMPTS = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 17, 40, 33)]
 
@@ -72,8 +79,8 @@ def batched(model, page=32, **settings) -> list[list[int]]:
 
 @functools.cache
 def exact(name, device, dtype) -> tuple[list[torch.Tensor], float]:
-    """Returns the logits, [OUTPUT, VOCAB], of the tokens that follow each prompt by eager attention in float32, one prompt
-    after the other; and by how much a logit of that type may be off.
+    """Returns the logits, [OUTPUT, VOCAB], of the tokens that follow each prompt by eager attention in float32, one
+    prompt after the other; and by how much a logit of that type may be off.
     """
     model, rounded = (build(name, device, "eager", of) for of in (torch.float32, dtype))
     logits, slack = [], 0.0
@@ -252,3 +259,17 @@ def test_a_release_that_loads_otherwise_is_named(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         continuous_batching.register("ffpa")
+
+
+def test_bench(device, monkeypatch):
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    work = replace(bench.QUICK, requests=2, prompt=12)
+    found = bench.measure(work, device, iters=1)
+    flash_utils._loaded_implementation = None
+    assert found["calls"]["flash_attn_varlen_func"] and found["same_tokens"] > 0.5
+    assert all(len(times) == 1 and times[0] > 0 for times in found["seconds"].values())
+    found["host_us"] = bench.host_us_of_a_layer(work, device, rounds=1, calls=3)
+    assert all(own > 0 and whole > 0 for own, whole in found["host_us"].values())
+    assert "makes" in (said := bench.report(found)) and all(
+        name in said for name in (NAME, "| sdpa |", *bench.FUNCTIONS)
+    )

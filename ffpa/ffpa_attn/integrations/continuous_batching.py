@@ -37,8 +37,9 @@ def _register_once() -> None:
     release = importlib.metadata.version("transformers")
     if not _is_loaded():
         warnings.warn(
-            f"ffpa_attn: transformers {release} loads flash-attn's functions in a way that is not known ({_TRIED} were tried), so "
-            f"attn_implementation={NAME!r} is missing: run generate_batch with 'sdpa', which is all that this concerns",
+            f"ffpa_attn: transformers {release} loads flash-attn's functions in a way that is not known ({_TRIED} were "
+            f"tried), so attn_implementation={NAME!r} is missing: run generate_batch with 'sdpa', which is all that this "
+            "concerns",
             stacklevel=4,
         )
         return
@@ -71,7 +72,7 @@ def _is_loaded() -> bool:
 
 
 def make_mask(config=None, **asked):
-    """Makes the mask for NAME: none, or which tokens are no padding; its arguments are those of flash_attention_mask."""
+    """Makes the mask for NAME: none, or which tokens are no padding. It takes what flash_attention_mask takes."""
     from transformers.masking_utils import flash_attention_mask
 
     if not _may_be_flash(type(config)):
@@ -115,8 +116,8 @@ def _check(model) -> None:
     name = (model.config._attn_implementation or "").removeprefix("paged|")
     if name in _others:
         raise ValueError(
-            f"attn_implementation={name!r} does not serve generate_batch, for which transformers asks a name with 'flash' in it: "
-            f"write {NAME!r}, or call model.set_attn_implementation({NAME!r}) before"
+            f"attn_implementation={name!r} does not serve generate_batch, for which transformers asks a name with 'flash' "
+            f"in it: write {NAME!r}, or call model.set_attn_implementation({NAME!r}) before"
         )
     if name != NAME:
         return
@@ -125,13 +126,14 @@ def _check(model) -> None:
     if model.dtype not in arguments.DTYPES:
         allowed = arguments.names_of(arguments.DTYPES)
         raise ValueError(
-            f"attn_implementation={NAME!r}: the model has dtype {model.dtype}; allowed: {allowed}; load it with dtype=torch.bfloat16"
+            f"attn_implementation={NAME!r}: the model has dtype {model.dtype}; allowed: {allowed}; load it with "
+            "dtype=torch.bfloat16"
         )
 
 
 def _refusing(function, release: str):
-    """Has transformers' function refuse what older releases lose: before 5.19 softcaps, and windows that a module does not
-    have as an attribute; before 5.16 all windows, whatever attention is chosen.
+    """Has transformers' function refuse what older releases lose: before 5.19 softcaps, and windows that a module does
+    not have as an attribute; before 5.16 all windows, whatever attention is chosen.
     """
     no_windows = tuple(map(int, re.findall(r"\d+", release)[:2])) < (5, 16)
 
@@ -141,8 +143,8 @@ def _refusing(function, release: str):
         lost = "softcap" if given.get("softcap") else "sliding_window"
         if lost == "softcap" or (window and (no_windows or getattr(module, "sliding_window", None) != window)):
             raise NotImplementedError(
-                f"{type(module).__name__} has `{lost}`, with which generate_batch of transformers {release} makes wrong tokens: "
-                "pip install 'transformers>=5.19'"
+                f"{type(module).__name__} has `{lost}`, with which generate_batch of transformers {release} makes wrong "
+                "tokens: pip install 'transformers>=5.19'"
             )
         return function(module, query, key, value, attention_mask, **given)
 

@@ -1,4 +1,4 @@
-"""Makes `attn_implementation="ffpa"` known to transformers, by `register()`; `continuous_batching` has another name for it.
+"""Makes `attn_implementation="ffpa"` known to transformers, by `register()`; `continuous_batching` has another name.
 
 The attention function reads a layer's tensors as they are: heads of K and V are not repeated, nothing is copied. What
 it cannot do goes to transformers' own functions, with one warning; under FFPA_STRICT=1 it raises.
