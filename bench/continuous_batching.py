@@ -1,9 +1,11 @@
 """Measures transformers' continuous batching on a GPU: tokens/s of `generate_batch` on ffpa, and by PyTorch's SDPA.
 
 `python bench/continuous_batching.py` gives both the same random Llama-class model and the same requests, in turn, and
-prints the medians of whole calls, prefill included. The first call of each, which captures its CUDA graphs, does not
-count. Tokens are those that are made. Beside them stand how many of their tokens are the same, how often transformers called each function of ours (a captured
-graph calls none), and what a layer's call takes on the host: Python between transformers and ffpa alone, and all of it.
+prints the medians of whole calls, prefill included; tokens are those that are made. The first call of each, which
+captures its CUDA graphs, does not count. Beside them stand how many of their tokens are the same, how often transformers
+called each function of ours (a captured graph calls none), and what a layer's call takes on the host: Python between
+transformers and ffpa alone, and all of it. It needs transformers 5.12: in older releases a manager that stays serves one
+call.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def batched(model, page=32, **settings) -> list[list[int]]:
     results = model.generate_batch(
         inputs=PROMPTS, generation_config=generation(), continuous_batching_config=config, progress_bar=False
     )
-    assert len(results) == len(PROMPTS) and not any(x.error for x in results.values()), results
+    errors = [x.error for x in results.values() if x.error]
+    if errors or len(results) != len(PROMPTS):  # transformers logs errors
+        raise RuntimeError(f"{len(results)} results, {errors[:1]}")
     return [x.generated_tokens for x in results.values()]
 
 
@@ -135,11 +137,11 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens(name, device, calls):
     if name in REFUSED:
-        with pytest.raises(AssertionError):  # errors of a request are logged
+        with pytest.raises(RuntimeError):
             batched(build(name, device))
         return
     assert_same(batched(build(name, device)), name, device)
-    assert calls["flash_attn_varlen_func"] > 2
+    assert calls["flash_attn_varlen_func"] >= SIZES["num_hidden_layers"]
 
 
 def test_tokens_in_bfloat16(device):
@@ -164,15 +166,25 @@ def test_another_attention_gives_other_tokens(device, monkeypatch):
     flash_utils._loaded_implementation = None
 
 
-@pytest.mark.parametrize("page", [16, 256])
-@pytest.mark.parametrize("name", ["llama512", "qwen128"])
-def test_decoding_reads_pages_where_they_lie(name, page, device, calls, monkeypatch):
-    """transformers does so on GPUs alone, but nothing else there needs one."""
+@pytest.fixture
+def decoding_in_pages(device, monkeypatch):
+    """Has transformers decode on its pages on a CPU, too: nothing but its check asks for a GPU."""
     initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization")
     if device == "cpu":
         monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args, **options: None)
+
+
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("name", ["llama512", "qwen128"])
+def test_decoding_reads_pages_where_they_lie(name, page, device, calls, decoding_in_pages):
     assert_same(batched(build(name, device), page, max_blocks_per_request=4), name, device)
-    assert calls["flash_attn_with_kvcache"] > 2
+    assert calls["flash_attn_with_kvcache"] >= SIZES["num_hidden_layers"]  # a captured graph calls nothing
+
+
+def test_pages_have_a_multiple_of_16_rows(device, decoding_in_pages, caplog):
+    with pytest.raises(RuntimeError):
+        batched(build("llama128", device), 8, max_blocks_per_request=16)
+    assert "`k_cache` has pages of 8 rows; allowed: multiples of 16" in caplog.text
 
 
 def test_generate_without_batches(device):
@@ -261,6 +273,7 @@ def test_a_release_that_loads_otherwise_is_named(monkeypatch):
         continuous_batching.register("ffpa")
 
 
+@pytest.mark.skipif(RELEASE < (5, 12), reason="a manager that stays serves one call there")
 def test_bench(device, monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     work = replace(bench.QUICK, requests=2, prompt=12)
