@@ -1,4 +1,4 @@
-"""Makes `attn_implementation="ffpa"` known to transformers, by `register()`.
+"""Makes `attn_implementation="ffpa"` known to transformers, by `register()`; `continuous_batching` has another name.
 
 The attention function reads a layer's tensors as they are: heads of K and V are not repeated, nothing is copied. What
 it cannot do goes to transformers' own functions, with one warning; under FFPA_STRICT=1 it raises.
@@ -20,6 +20,7 @@ from .. import env
 from ..attention import ffpa, ffpa_varlen
 from ..checks import arguments, memory_checks
 from ..support.imports import when_imported
+from . import continuous_batching
 from .masks import Seen, by_rule, seen_by
 from .sdpa_override import sdpa
 
@@ -27,7 +28,10 @@ OLDEST = (5, 4)  # the release of transformers from which on masks are made of l
 
 
 def register(name: str = "ffpa") -> None:
-    """Makes `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` run on ffpa from now on."""
+    """Makes `AutoModelForCausalLM.from_pretrained(…, attn_implementation=name)` run on ffpa from now on.
+
+    For continuous batching, `model.generate_batch`, the name is "ffpa_flash_3", whatever `name` is.
+    """
     if name in ("eager", "flex_attention") or any(part in name.lower() for part in ("flash", "sdpa", "|", "/")):
         raise ValueError(
             f"`name` is {name!r}: transformers takes this, and names with `flash`, `sdpa`, `|` or `/`, for its own; use 'ffpa'"
@@ -39,6 +43,7 @@ def register(name: str = "ffpa") -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)  # without one, padding would be dropped
     _serve_models_that_look_up_a_class(name)
+    continuous_batching.register(name)
 
 
 def _check_version() -> None:
@@ -265,7 +270,7 @@ def _unsupported(module, query, value, dropout, sinks, others) -> tuple[str | No
     if sinks is not None and sinks.dim() > 1:
         return "attention sinks of each row", "choose another attn_implementation for this model"
     if others.get("cache") is not None:
-        return "a paged cache (continuous batching)", "generate with a dynamic or static cache"
+        return "a paged cache (continuous batching)", f"choose attn_implementation={continuous_batching.NAME!r}"
     if others.get("output_attentions"):
         return "attention weights as a result (output_attentions)", "set output_attentions=False"
     if query.device.type not in ("cuda", "cpu"):
