@@ -29,7 +29,7 @@ def override(*devices: str) -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")
     for device in devices:
         for key in (f"Autograd{device}", device):  # the second one alone is there in torch.inference_mode
-            library.impl("scaled_dot_product_attention", _attention, key)
+            library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
     sdpa_backend.torch_sdpa = _of_torch  # ffpa itself means PyTorch's kernels where it calls this
     _forget_kernels()
 

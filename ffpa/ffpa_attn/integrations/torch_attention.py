@@ -60,12 +60,10 @@ class _Active:
     def __init__(self, device: str, sdpa: bool):
         self.library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Warning only once for all operators"
-            )  # they are replaced, as was asked for
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # of what is replaced
             for name, kernel in _KERNELS.items():
                 if hasattr(torch.ops.aten, name):
-                    self.library.impl(name, partial(kernel, _own_kernel(name, device)), device)
+                    self.library.impl(name, partial(kernel, _own_kernel(name, device)), device, allow_override=True)
         self.end_sdpa = sdpa_dispatch.override(device) if sdpa else lambda: None
 
     def remove(self) -> None:
