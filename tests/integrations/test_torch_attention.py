@@ -142,6 +142,12 @@ def test_rows_apart_in_memory(device, ffpa_is_on):
     assert torch.equal(attend(q, k, v, *rows), attend(*[tensors[0]] * 3, *rows))
 
 
+def test_values_narrower_than_keys(device, ffpa_is_on):
+    (q, k, v), where = packed(device, 192)
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_means(lambda *x: attend(*x, *where, window_size=(-1, 0)), (q, k, v[..., :128]), causal=True)
+
+
 @since_2_12
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("d", [64, 320, 512])

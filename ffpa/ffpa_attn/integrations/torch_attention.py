@@ -100,11 +100,11 @@ class _Call(NamedTuple):
 
 
 def _forward(own: Callable | None, *args, **options) -> tuple[torch.Tensor, ...]:
-    query = args[0]
+    query, value = args[0], args[2]
     if reason := _lacking(*args, **options):
         return _by(own, query, reason)(*args, **options)
-    out = None if query.is_contiguous() else torch.empty_like(query)  # compiled code expects the strides of q
-    out, lse = _attend(out, *args, **options)
+    as_compiled_code_expects = not query.is_contiguous() and query.shape[-1] == value.shape[-1]
+    out, lse = _attend(torch.empty_like(query) if as_compiled_code_expects else None, *args, **options)
     of_dropout = (query.new_empty(shape, dtype=torch.uint64) for shape in (2, ()))
     return out, lse, *of_dropout, query.new_empty(0)
 
