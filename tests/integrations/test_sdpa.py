@@ -18,7 +18,7 @@ import torch
 import torch.nn.attention.bias
 import torch.nn.functional as F
 from ffpa_attn import disable_sdpa, enable_sdpa, explain, sdpa
-from ffpa_attn.integrations import sdpa_override
+from ffpa_attn.integrations import sdpa_dispatch, sdpa_override
 from test_memory import bytes_of, peak_of
 from torch import overrides
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -51,7 +51,19 @@ def enabled():
         disable_sdpa()
 
 
-WAYS = pytest.mark.parametrize("way", [sdpa, enabled])
+@contextmanager
+def dispatched():
+    end = sdpa_dispatch.override("CPU", "CUDA")
+    try:
+        yield
+    finally:
+        end()
+
+
+WAYS = pytest.mark.parametrize("way", [sdpa, enabled, dispatched])
+# Here the compiler sees ffpa's operator; where the dispatcher comes to it, the compiler sees PyTorch's function.
+WAYS_OF_PYTHON = pytest.mark.parametrize("way", [sdpa, enabled])
+WAYS_OF_ALL_THREADS = pytest.mark.parametrize("way", [enabled, dispatched])
 
 
 def t(*shape, dtype=BF16, device="cpu", seed=0):
@@ -363,7 +375,7 @@ def test_where_only_math_is_asked_for(device, taken, way):
     assert taken
 
 
-@WAYS
+@WAYS_OF_PYTHON
 def test_torchscript(taken, way):
     """What is traced must hold for other inputs, and what is scripted knows PyTorch's function alone."""
     x, longer = t(1, 2, 9, 64), t(1, 2, 12, 64)
@@ -483,7 +495,7 @@ def test_in_every_module(taken):
     assert not counts(taken)
 
 
-@pytest.mark.parametrize("way, elsewhere", [(sdpa, False), (enabled, True)])
+@pytest.mark.parametrize("way, elsewhere", [(sdpa, False), (enabled, True), (dispatched, True)])
 def test_threads(taken, way, elsewhere):
     found = []
     with way():
@@ -513,19 +525,21 @@ def test_ffpa_may_call_pytorchs_own(device, taken, way, monkeypatch):
         torch.testing.assert_close(out, want, atol=1e-2, rtol=2e-2)
 
 
-def test_attention_of_nn(taken):
+@WAYS_OF_ALL_THREADS
+def test_attention_of_nn(taken, way):
     layer = torch.nn.MultiheadAttention(64, 2, batch_first=True, dtype=BF16)
     x = t(2, 9, 64)
     want = layer(x, x, x, need_weights=False)[0]
-    with enabled():
+    with way():
         got = layer(x, x, x, need_weights=False)[0]
     assert taken
     torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
 
 
-def test_checkpoint(taken):
+@WAYS_OF_ALL_THREADS
+def test_checkpoint(taken, way):
     x = t(1, 2, 9, 64).requires_grad_()
-    with enabled():
+    with way():
         checkpoint(attend, x, x, x, use_reentrant=False).sum().backward()
     assert len(taken) == 2 and x.grad.isfinite().all()
 
@@ -561,7 +575,8 @@ def test_autocast_leaves_float64(taken):
     assert not taken
 
 
-def test_dtensors(taken):
+@pytest.mark.parametrize("way", [sdpa, dispatched])
+def test_dtensors(taken, way):
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():
         pytest.skip("PyTorch is built without torch.distributed")
@@ -571,7 +586,7 @@ def test_dtensors(taken):
     try:
         q = t(1, 4, 9, 64)
         cut = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Shard(1)])
-        with sdpa():
+        with way():
             out = attend(cut, cut, cut)
         assert taken and type(out) is DTensor
         torch.testing.assert_close(out.full_tensor(), PYTORCH(q, q, q), atol=1e-2, rtol=2e-2)
@@ -616,7 +631,7 @@ def test_modes_are_compiled_though_the_first_to_compile_was_enabled():
         assert PYTORCH.func in itertools.chain(*overrides.get_overridable_functions().values())
 
 
-@pytest.mark.parametrize("way", [sdpa, enabled])
+@WAYS_OF_PYTHON
 def test_compiled_with_a_rule_that_lengths_decide(taken, way):
     compiled = torch.compile(
         lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=q.shape[2] > 1),
@@ -678,7 +693,7 @@ class Attention(torch.nn.Module):
         return F.scaled_dot_product_attention(q, q, q)
 
 
-@WAYS
+@WAYS_OF_PYTHON
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(way, strict):
     q = t(1, 2, 9, 64)

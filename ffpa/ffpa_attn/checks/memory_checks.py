@@ -8,14 +8,14 @@ from itertools import pairwise
 import torch
 
 from ..specs.problem import ROW_ALIGNMENT
-from ..support.private_torch import FakeTensor, find
+from ..support.private_torch import FakeTensor, FunctionalTensor, find
 
 is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda x: False)
 
 
 def has_memory(x) -> bool:
     """Says whether there is an address to ask for."""
-    return not (x.is_meta or isinstance(x, FakeTensor) or is_wrapped(x))
+    return not (x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)) or is_wrapped(x))
 
 
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:

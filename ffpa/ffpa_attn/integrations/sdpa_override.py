@@ -19,7 +19,7 @@ from ..attention import ffpa
 from ..backends.sdpa import torch_sdpa  # the function that torch.nn.functional holds, or held
 from ..checks import arguments, memory_checks
 from ..support import private_torch
-from ..support.private_torch import FakeTensor
+from ..support.private_torch import FakeTensor, FunctionalTensor
 from . import tf32
 
 
@@ -153,6 +153,7 @@ def _plain(x) -> bool:
         type(x) in (torch.Tensor, nn.Parameter)
         or (isinstance(x, _loaded("torch.distributed.tensor", "DTensor")) and not _rows_are_apart(x))
         or (type(x) is FakeTensor and torch.compiler.is_compiling())
+        or type(x) is FunctionalTensor
     )
     return known and x.layout is torch.strided and not x.is_nested and (x.is_cpu or x.is_cuda)
 

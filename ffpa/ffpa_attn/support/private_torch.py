@@ -94,6 +94,7 @@ no_torch_sdpa = needs("PyTorch's own kernels as a choice", "torch._fused_sdp_cho
 
 
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor") or ()  # no tensor is an instance of no class
+FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor") or ()  # the compiler makes graphs of it
 _set_grad_enabled = find("torch._C._set_grad_enabled") or torch.set_grad_enabled
 
 
