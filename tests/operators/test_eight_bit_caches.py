@@ -6,7 +6,7 @@ import torch
 from ffpa_attn import env, explain, ffpa_varlen, ffpa_with_kvcache
 from ffpa_attn.backends import dequantised, levels, row_tiles, triton_attention
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
-from ffpa_attn.launching import native
+from ffpa_attn.launching import attention_call, native
 from ffpa_attn.operators import forms, ops
 from ffpa_attn.specs.spec import E4M3_SHAPES, ForwardMmaKeys, aot_specs
 from ffpa_attn.testing import emulate
@@ -111,6 +111,7 @@ OWN_KEYS = [
     (128, 128, "HND", 16, (3, 1, 4), (4500, 1, 2200), (4, 2), {"sinks": True, **CAUSAL}),
     (96, 80, "interleaved", 80, (2, 1, 1), (33, 2100, 0), (8, 1), {"window": (2000, 0), "softcap": 10.0}),
     (320, 128, "NHD", 32, (1, 16), (700, 130), (2, 2), {"window": (150, 20), "align": "top_left"}),
+    (64, 64, "NHD", 16, (1, 5), (900, 2900), (4, 1), {"scale": 2.0}),  # references move often
 ]
 
 
@@ -120,6 +121,7 @@ def test_warps_own_keys(case, most_parts, stages, device, monkeypatch):
     monkeypatch.setattr(levels, "E4M3_SHAPES", E4M3_SHAPES[:1])
     monkeypatch.setattr(row_tiles, "MOST_PARTS", most_parts)
     monkeypatch.setattr(levels, "_stages", lambda *_: [stages])
+    monkeypatch.setattr(attention_call, "_floats", lambda n, device: torch.full((n,), torch.nan, device=device))
     monkeypatch.setenv("FFPA_BACKEND", "mma")
     rule = dict(case[-1])
     if rule.pop("sinks", False):
