@@ -1,0 +1,93 @@
+"""Makes `--attention-backend ffpa` known to SGLang, which finds `register` by the entry point `sglang.srt.plugins`.
+
+Importing this imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from ...support import progress
+from . import refusals
+from .refusals import NAME
+
+TRIED = ("0.5.23",)  # the releases whose own classes .dev/serving_check.sh has run
+
+
+def register() -> None:
+    """Adds the attention backend "ffpa" to SGLang, which calls this in each process, before it reads arguments."""
+    found = _version()
+    try:
+        from sglang.srt.arg_groups import choices, model_hook, overrides
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        known, add_choices = choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices
+        of_backends, resolved = model_hook.attention_backends_of, overrides.resolved_view
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"SGLang is {found or 'not installed'}, which lacks what the backend {NAME!r} builds on ({error}); it was "
+            f"tried with {', '.join(TRIED)}: pip install 'sglang=={TRIED[-1]}', or name another --attention-backend"
+        ) from error
+    if NAME in known:
+        return
+    if found not in TRIED:
+        progress.warn(
+            f"ffpa_attn: SGLang is {found}; the backend {NAME!r} was tried with {', '.join(TRIED)} alone", stacklevel=2
+        )
+
+    def let_models_have_it(server_args, previous) -> None:
+        """Runs SGLang's step that compares backends with a list for each model, Gemma 4's and GPT-OSS's: "ffpa" stands
+        there where "triton" does. SGLang's own hook for functions would replace it in every module that imports it.
+        """
+
+        def as_known(args) -> tuple:
+            return tuple("triton" if name == NAME else name for name in of_backends(args))
+
+        model_hook.attention_backends_of = as_known
+        try:
+            previous(server_args)
+        finally:
+            model_hook.attention_backends_of = of_backends
+
+    def refuse_what_is_not_here(server_args, previous) -> None:
+        previous(server_args)
+        args = resolved(server_args)
+        if NAME in of_backends(args):
+            refusals.check_arguments(args)
+
+    # The second step is one of the last: page sizes and types of caches are known then, and no model has been loaded.
+    register_resolution_hook("handle_model_specific_adjustments")(let_models_have_it)
+    register_resolution_hook("handle_model_capability_adjustments")(refuse_what_is_not_here)
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+    HookRegistry.register(factory, _offer_to_drafts, HookType.BEFORE)
+    register_attention_backend(NAME)(_backend)
+    add_choices([NAME])
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backend(model_runner):
+    """Makes the backend of a model's runner."""
+    from .backend import FfpaBackend
+
+    return FfpaBackend(model_runner)
+
+
+def _offer_to_drafts(factory, backend_name, backend_map, error_template, stamps_children=False) -> None:
+    """Adds the backend to those that a draft model may have; SGLang asks for that of all steps, or of an extend."""
+    from .drafts import FfpaDraftSteps
+
+    runner = factory.draft_model_runner
+
+    def make():
+        backend = FfpaDraftSteps(runner, factory.speculative_num_steps) if stamps_children else _backend(runner)
+        return NAME, backend
+
+    backend_map[NAME] = make
