@@ -57,7 +57,7 @@ def layer(**given):
 
 def tables(pool: pages.Pool, of_window: torch.Tensor | None = None):
     """Returns what SGLang has instead of the pool's table: the slots of each request's tokens, in rows that come in
-    another order than the batch; with `of_window`, which says each page's number elsewhere, also slots there by slots here.
+    another order than the batch; with `of_window`, each page's number elsewhere, also the slots there by slots here.
     """
     rows, batch = pool.k.shape[1], len(pool.used)
     needed = [-(-n // rows) for n in pool.used.tolist()]
@@ -170,6 +170,11 @@ def test_latents_are_known_by_their_columns():
 )
 def test_bounds(n, most, bound):
     assert step.bound(n, most) == bound
+
+
+@pytest.mark.parametrize("tokens, rows, entries", [(32, 16, 2), (33, 16, 3), (1, 64, 1)])
+def test_a_table_has_room_for_every_page(tokens, rows, entries):
+    assert step.entries(torch.zeros(2, tokens), rows) == entries
 
 
 ARGUMENTS = {
