@@ -148,6 +148,40 @@ def test_layers_with_windows_have_tables_of_their_own(device):
         pages.assert_attends(q[some], keys, out[some], causal=True, window=(20, 0), scale=1.0)
 
 
+def test_a_captured_step_serves_other_requests(device):
+    """On a GPU a graph replays the step, elsewhere it is called again: in the same buffers, after SGLang changed them."""
+    rule = refusals.rule_of(layer(), None, False)
+    of_k, rows = [37, 130, 17], 16
+    pool = pages.make(of_k, rows, 2, 512)
+    slots_of, requests, _ = tables(pool)
+    s = sequences([1, 1, 1], step.entries(slots_of, rows), 0, device)
+    lengths, slots_of, requests = torch.tensor(of_k, device=device), slots_of.to(device), requests.to(device)
+    on, keys = pool.to(device), pool.to(device).sequences()
+    q, _ = pages.queries([1, 1, 1], 4, 512, device=device)
+
+    def run():
+        step.fill(s, lengths, slots_of, requests, rows)
+        return step.attend(q, on.k, on.v, rule, s)
+
+    out, held = run(), (s.table.data_ptr(), s.seqused_k.data_ptr())  # kernels are loaded before the capture
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+    for _ in range(3):
+        if device == "cuda":
+            graph.replay()
+        else:
+            out.copy_(run())
+        for i, n in enumerate(lengths.tolist()):
+            k, v = keys[i]
+            pages.assert_attends(q[i : i + 1], (k[:n], v[:n]), out[i : i + 1], causal=True, scale=1.0)
+        lengths.copy_(lengths.roll(1) - 5)
+        requests.copy_(requests.roll(1))
+        keys = keys[-1:] + keys[:-1]
+    assert held == (s.table.data_ptr(), s.seqused_k.data_ptr())
+
+
 def test_keys_that_come_with_the_call(device):
     of_q = [7, 20, 1]
     rule = refusals.rule_of(layer(head_dim=192, v_head_dim=128, tp_k_head_num=4), (576, 512), False)

@@ -187,6 +187,14 @@ class Server:
         q = random(layer.tp_q_head_num, layer.head_dim)
         return q, random(layer.tp_k_head_num, layer.head_dim), random(layer.tp_v_head_num, layer.v_head_dim)
 
+    def assert_written(self, layer, rows, k, v) -> None:
+        """Checks that the pool has new rows of keys and values, divided by scales; those here are powers of two."""
+        slots = [self.slots(layer, i, n + new)[n:] for i, (n, new) in enumerate(zip(self.lengths, rows, strict=True))]
+        scales = (layer.k_scale, layer.k_scale if self.kind == "latent" else layer.v_scale)
+        for pool, x, scale in zip(self._buffers(layer), (k, v), scales, strict=True):
+            x = x if scale is None else x / scale
+            assert (pool[torch.cat(slots)].float() == x.to(self.cache_dtype).float()).all()
+
     def assert_right(self, layer, rows, q, out, before=None, **rule) -> None:
         """Compares what the backend gave with the oracle, over what the pool holds now."""
         k, v = self._buffers(layer)
