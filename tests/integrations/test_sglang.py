@@ -45,6 +45,88 @@ def test_other_releases_are_named(monkeypatch, found, named):
         plugin.register()
 
 
+@pytest.fixture
+def server(monkeypatch):
+    """Has the names of SGLang that the plugin looks for, and what it leaves there."""
+    hooks, functions, factories, choices = {}, [], {}, ["triton"]
+
+    def backends_of(args):
+        return args.prefill, args.decode
+
+    def keep(where: dict, name: str):
+        return lambda function: where.setdefault(name, function)
+
+    parts = {
+        "arg_groups": {},
+        "arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend},
+        "arg_groups.model_hook": {"attention_backends_of": backends_of},
+        "arg_groups.overrides": {"resolved_view": lambda args: args},
+        "arg_groups.resolution_hooks": {"register_resolution_hook": lambda name: keep(hooks, name)},
+        "layers.attention.attention_registry": {"register_attention_backend": lambda name: keep(factories, name)},
+        "plugins.hook_registry": {
+            "HookRegistry": SimpleNamespace(register=lambda *hook: functions.append(hook)),
+            "HookType": SimpleNamespace(BEFORE="before"),
+        },
+    }
+    modules = {f"sglang.srt.{name}": SimpleNamespace(**names) for name, names in parts.items()}
+    for name, module in modules.items():
+        above, _, own = name.rpartition(".")
+        if above in modules:
+            setattr(modules[above], own, module)
+        for i in range(1, len(name.split("."))):
+            monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:i]), SimpleNamespace(__path__=[]))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(hooks=hooks, functions=functions, factories=factories, choices=choices, modules=modules)
+
+
+def test_it_registers_once(server, monkeypatch):
+    monkeypatch.setattr(plugin, "_version", lambda: plugin.TRIED[0])
+    plugin.register()
+    plugin.register()
+    assert server.choices == ["triton", "ffpa"] and list(server.factories) == ["ffpa"] and len(server.functions) == 1
+    target, hook, kind = server.functions[0]
+    assert target.endswith("DraftBackendFactory._create_backend") and kind == "before"
+    backends = {}
+    hook(SimpleNamespace(draft_model_runner=None, speculative_num_steps=3), "a name", backends, "an error")
+    assert list(backends) == ["ffpa"]
+
+
+def test_a_release_that_was_not_tried_is_named(server, monkeypatch):
+    monkeypatch.setattr(plugin, "_version", lambda: "0.9.0")
+    with pytest.warns(UserWarning, match=f"SGLang is 0.9.0; .*tried with {re.escape(plugin.TRIED[0])} alone"):
+        plugin.register()
+    assert "ffpa" in server.choices
+
+
+def test_models_lists_see_another_name_for_as_long_as_they_look(server, monkeypatch):
+    monkeypatch.setattr(plugin, "_version", lambda: plugin.TRIED[0])
+    plugin.register()
+    model_hook, args = server.modules["sglang.srt.arg_groups.model_hook"], SimpleNamespace(prefill="fa4", decode="ffpa")
+    seen = []
+
+    def compare(args):
+        seen.append(model_hook.attention_backends_of(args))
+        assert args.prefill == "fa4"  # SGLang's own way to refuse
+
+    step_of_models = server.hooks["handle_model_specific_adjustments"]
+    step_of_models(args, compare)
+    assert seen == [("fa4", "triton")] and model_hook.attention_backends_of(args) == ("fa4", "ffpa")
+    with pytest.raises(AssertionError):
+        step_of_models(SimpleNamespace(prefill="flashinfer", decode="ffpa"), compare)
+    assert model_hook.attention_backends_of(args) == ("fa4", "ffpa")
+
+
+def test_arguments_are_checked_where_the_backend_is_chosen(server, monkeypatch):
+    monkeypatch.setattr(plugin, "_version", lambda: plugin.TRIED[0])
+    plugin.register()
+    last, ran = server.hooks["handle_model_capability_adjustments"], []
+    last(SimpleNamespace(**ARGUMENTS | {"prefill": "triton", "decode": "fa3", "page_size": 1}), ran.append)
+    with pytest.raises(ValueError, match="--page-size 64"):
+        last(SimpleNamespace(**ARGUMENTS | {"prefill": "triton", "decode": "ffpa", "page_size": 1}), ran.append)
+    assert len(ran) == 2, "SGLang's own step runs first"
+
+
 def layer(**given):
     """Returns what has a layer's attributes, as SGLang's RadixAttention has them."""
     plain = {
@@ -149,7 +231,7 @@ def test_layers_with_windows_have_tables_of_their_own(device):
 
 
 def test_a_captured_step_serves_other_requests(device):
-    """On a GPU a graph replays the step, elsewhere it is called again: in the same buffers, after SGLang changed them."""
+    """On a GPU a graph replays the step, elsewhere it is called again, in the same buffers, with others in."""
     rule = refusals.rule_of(layer(), None, False)
     of_k, rows = [37, 130, 17], 16
     pool = pages.make(of_k, rows, 2, 512)

@@ -24,7 +24,7 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         known, add_choices = choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices
-        of_backends, resolved = model_hook.attention_backends_of, overrides.resolved_view
+        resolved, of_backends = overrides.resolved_view, model_hook.attention_backends_of
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"SGLang is {found or 'not installed'}, which lacks what the backend {NAME!r} builds on ({error}); it was "
@@ -34,22 +34,25 @@ def register() -> None:
         return
     if found not in TRIED:
         progress.warn(
-            f"ffpa_attn: SGLang is {found}; the backend {NAME!r} was tried with {', '.join(TRIED)} alone", stacklevel=2
+            f"ffpa_attn: SGLang is {found or 'a release without a number'}; the backend {NAME!r} was tried with "
+            f"{', '.join(TRIED)} alone",
+            stacklevel=2,
         )
 
     def let_models_have_it(server_args, previous) -> None:
         """Runs SGLang's step that compares backends with a list for each model, Gemma 4's and GPT-OSS's: "ffpa" stands
         there where "triton" does. SGLang's own hook for functions would replace it in every module that imports it.
         """
+        now = model_hook.attention_backends_of
 
         def as_known(args) -> tuple:
-            return tuple("triton" if name == NAME else name for name in of_backends(args))
+            return tuple("triton" if name == NAME else name for name in now(args))
 
         model_hook.attention_backends_of = as_known
         try:
             previous(server_args)
         finally:
-            model_hook.attention_backends_of = of_backends
+            model_hook.attention_backends_of = now
 
     def refuse_what_is_not_here(server_args, previous) -> None:
         previous(server_args)
@@ -82,11 +85,11 @@ def _backend(model_runner):
 
 def _offer_to_drafts(factory, backend_name, backend_map, error_template, stamps_children=False) -> None:
     """Adds the backend to those that a draft model may have; SGLang asks for that of all steps, or of an extend."""
-    from .drafts import FfpaDraftSteps
-
     runner = factory.draft_model_runner
 
     def make():
+        from .drafts import FfpaDraftSteps
+
         backend = FfpaDraftSteps(runner, factory.speculative_num_steps) if stamps_children else _backend(runner)
         return NAME, backend
 
