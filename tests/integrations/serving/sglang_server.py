@@ -172,6 +172,8 @@ class Server:
             req_pool_indices=self.ids.clone(), seq_lens=lengths, out_cache_loc=torch.cat(at).long(), seq_lens_sum=None,
             positions=torch.zeros(sum(rows), dtype=torch.int64), spec_info=drafted,
         )  # fmt: skip
+        if self.kind == "windows":  # SGLang tells the host lengths in some setups, and in others not
+            made.seq_lens_cpu = lengths.clone()
         if extends:
             made.extend_seq_lens = torch.tensor(rows, dtype=torch.int32)
             made.extend_prefix_lens = torch.tensor(self.lengths, dtype=torch.int32)
