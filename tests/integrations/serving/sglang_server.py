@@ -159,7 +159,7 @@ class Server:
                 numbers = torch.randn(n, *x.shape[1:], generator=self.generator)
                 x[slots[seen]] = numbers[seen].to(x.dtype)
 
-    def batch(self, mode: ForwardMode, rows: list[int], drafted: Drafted | None = None, real: type = ForwardBatch):
+    def batch(self, mode: ForwardMode, rows: list[int]):
         """Returns a batch that brings so many new rows for each request; they follow what is there."""
         at = [
             self.requests.req_to_token[i, n : n + new] for i, n, new in zip(self.ids, self.lengths, rows, strict=True)
@@ -167,10 +167,10 @@ class Server:
         uncounted = mode.is_target_verify()
         lengths = torch.tensor([n if uncounted else n + new for n, new in zip(self.lengths, rows, strict=True)])
         extends = not uncounted and not mode.is_decode()
-        made = real(
+        made = ForwardBatch(
             forward_mode=mode, batch_size=len(rows), input_ids=torch.zeros(sum(rows), dtype=torch.int64),
             req_pool_indices=self.ids.clone(), seq_lens=lengths, out_cache_loc=torch.cat(at).long(), seq_lens_sum=None,
-            positions=torch.zeros(sum(rows), dtype=torch.int64), spec_info=drafted,
+            positions=torch.zeros(sum(rows), dtype=torch.int64), spec_info=Drafted() if uncounted else None,
         )  # fmt: skip
         if self.kind == "windows":  # SGLang tells the host lengths in some setups, and in others not
             made.seq_lens_cpu = lengths.clone()
