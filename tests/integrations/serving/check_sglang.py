@@ -1,4 +1,4 @@
-"""Runs the backend for SGLang inside the classes of SGLang itself: .dev/serving_check.sh sglang, which reads these lines.
+"""Runs the backend for SGLang inside SGLang's own classes: .dev/serving_check.sh sglang, which reads these lines.
 
 releases: 0.5.23
 needs: msgspec regex psutil orjson pydantic requests
