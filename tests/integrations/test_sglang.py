@@ -37,7 +37,14 @@ def test_the_entry_point_leads_to_the_plugin():
     assert name == refusals.NAME and getattr(importlib.import_module(module), function) is plugin.register
 
 
-@pytest.mark.parametrize("found, named", [("0.4.1", "SGLang is 0.4.1"), (None, "SGLang is not installed")])
+@pytest.mark.parametrize(
+    "found, named",
+    [
+        ("0.5.9", "SGLang is 0.5.9, which is older"),
+        ("9.0.0", "SGLang is 9.0.0, which lacks"),
+        (None, "SGLang is not installed, which lacks"),
+    ],
+)
 def test_other_releases_are_named(monkeypatch, found, named):
     monkeypatch.setitem(sys.modules, "sglang", None)
     monkeypatch.setattr(plugin, "_version", lambda: found)
@@ -92,9 +99,16 @@ def test_it_registers_once(server, monkeypatch):
     assert list(backends) == ["ffpa"]
 
 
+def test_a_part_that_a_release_cannot_carry_names_it(monkeypatch):
+    monkeypatch.setattr(plugin, "_version", lambda: "9.0.0")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(ImportError, match="SGLang is 9.0.0, which lacks what that builds on"):
+        plugin._backend(None)
+
+
 def test_a_release_that_was_not_tried_is_named(server, monkeypatch):
     monkeypatch.setattr(plugin, "_version", lambda: "0.9.0")
-    with pytest.warns(UserWarning, match=f"SGLang is 0.9.0; .*tried with {re.escape(plugin.TRIED[0])} alone"):
+    with pytest.warns(UserWarning, match=f"SGLang is 0.9.0; .*tried with .*{re.escape(plugin.TRIED[-1])} alone"):
         plugin.register()
     assert "ffpa" in server.choices
 

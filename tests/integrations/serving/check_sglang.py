@@ -1,6 +1,6 @@
 """Runs the backend for SGLang inside SGLang's own classes: .dev/serving_check.sh sglang, which reads these lines.
 
-releases: 0.5.23
+releases: 0.5.22 0.5.23
 needs: msgspec regex psutil orjson pydantic requests
 alone: dill
 
@@ -105,9 +105,9 @@ def server_that_has_loaded_the_plugin():
 
 
 def test_releases_without_hooks_are_named(monkeypatch):
-    monkeypatch.setattr(plugin, "_version", lambda: "0.5.10")
+    monkeypatch.setattr(plugin, "_version", lambda: "0.9.0")
     monkeypatch.delattr(hook_registry, "HookRegistry")
-    with pytest.raises(ImportError, match=r"SGLang is 0\.5\.10, which lacks .* tried with 0\.5\.23"):
+    with pytest.raises(ImportError, match=r"SGLang is 0\.9\.0, which lacks .* tried with 0\.5\.22, 0\.5\.23"):
         plugin.register()
 
 

@@ -5,18 +5,22 @@ Importing this imports nothing of SGLang.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import re
 
 from ...support import progress
 from . import refusals
 from .refusals import NAME
 
-TRIED = ("0.5.23",)  # the releases whose own classes .dev/serving_check.sh has run
+TRIED = ("0.5.22", "0.5.23")  # the releases whose own classes .dev/serving_check.sh has run
 
 
 def register() -> None:
     """Adds the attention backend "ffpa" to SGLang, which calls this in each process, before it reads arguments."""
     found = _version()
+    if found is not None and _numbers(found) < _numbers(TRIED[0]):
+        raise ImportError(_other_release(found, "which is older"))
     try:
         from sglang.srt.arg_groups import choices, model_hook, overrides
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -26,10 +30,7 @@ def register() -> None:
         known, add_choices = choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices
         resolved, of_backends = overrides.resolved_view, model_hook.attention_backends_of
     except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"SGLang is {found or 'not installed'}, which lacks what the backend {NAME!r} builds on ({error}); it was "
-            f"tried with {', '.join(TRIED)}: pip install 'sglang=={TRIED[-1]}', or name another --attention-backend"
-        ) from error
+        raise ImportError(_other_release(found, f"which lacks what that builds on ({error})")) from error
     if NAME in known:
         return
     if found not in TRIED:
@@ -76,11 +77,28 @@ def _version() -> str | None:
         return None
 
 
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))
+
+
+def _other_release(found: str | None, why: str) -> str:
+    return (
+        f"SGLang is {found or 'not installed'}, {why}; the backend {NAME!r} was tried with {', '.join(TRIED)}: pip "
+        f"install 'sglang=={TRIED[-1]}', or name another --attention-backend"
+    )
+
+
+def _part(name: str):
+    """Returns a module of this folder that imports SGLang."""
+    try:
+        return importlib.import_module(f".{name}", __name__)
+    except ImportError as error:
+        raise ImportError(_other_release(_version(), f"which lacks what that builds on ({error})")) from error
+
+
 def _backend(model_runner):
     """Makes the backend of a model's runner."""
-    from .backend import FfpaBackend
-
-    return FfpaBackend(model_runner)
+    return _part("backend").FfpaBackend(model_runner)
 
 
 def _offer_to_drafts(factory, backend_name, backend_map, error_template, stamps_children=False) -> None:
@@ -88,9 +106,8 @@ def _offer_to_drafts(factory, backend_name, backend_map, error_template, stamps_
     runner = factory.draft_model_runner
 
     def make():
-        from .drafts import FfpaDraftSteps
-
-        backend = FfpaDraftSteps(runner, factory.speculative_num_steps) if stamps_children else _backend(runner)
-        return NAME, backend
+        if stamps_children:
+            return NAME, _part("drafts").FfpaDraftSteps(runner, factory.speculative_num_steps)
+        return NAME, _backend(runner)
 
     backend_map[NAME] = make
