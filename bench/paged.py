@@ -2,7 +2,7 @@
 
 `python bench/paged.py` prints a row for each kind of call and head dim: `prefill`, 8 causal sequences of 8192 rows; `chunks`,
 the last 512 rows of 32768 keys, 8 times; `decoding`, one row on ragged lengths up to 4096, 32768 and 131072, of 1, 8, 64
-and 256 sequences as the GPU's memory holds them, and what it costs to append that row's keys. Times are medians of calls with a cold L2; a ratio above 1 says that pages are
+and 256 sequences as far as the GPU's memory holds them, and what it costs to append that row's keys. Times are medians of calls with a cold L2; a ratio above 1 says that pages are
 faster. Pages lie in random order. Numbers are such that e4m3 holds them; `8 bits` attends to pages of 64 rows that do, and its
 ratio is to those of 16 bits. `--kind` and `--d` take some of it, `--write` keeps the numbers.
 """

@@ -14,7 +14,7 @@ from ffpa_attn.launching import emulated, native
 from ffpa_attn.launching.attention_call import Pages
 from ffpa_attn.specs import archs
 from ffpa_attn.specs.problem import Problem, Visibility
-from ffpa_attn.specs.spec import ForwardMmaRows, ForwardMmaSplit, aot_specs
+from ffpa_attn.specs.spec import ForwardMmaKeys, ForwardMmaRows, ForwardMmaSplit, aot_specs
 from ffpa_attn.testing import emulate
 from test_numerics import by_sequence
 
@@ -239,10 +239,12 @@ def test_contiguous_cache(d, level, is_indexed, splits):
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():
-    for spec in PAGED:
+    own_keys = [spec for spec in aot_specs(env.all_flags()) if isinstance(spec, ForwardMmaKeys)]
+    for spec in [*PAGED, *own_keys]:
         d_qk = spec.head_dim if isinstance(spec, ForwardMmaRows) else 520
-        asked = emulated.launch_shape(spec, d_qk=d_qk, stages=2, q_resident=True)[0]
-        assert levels.smem_bytes(spec, d_qk, 2, True) == asked
+        for stages in (1, 2, 4):
+            asked = emulated.launch_shape(spec, d_qk=d_qk, stages=stages, q_resident=True)[0]
+            assert levels.smem_bytes(spec, d_qk, stages, True) == asked
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])

@@ -321,8 +321,8 @@ MUTANTS = [
         "tests/operators/test_eight_bit_caches.py -k 'emulated and own_keys'",
         ("own keys: Q read before it is there", "    ptx::cp_async_wait_group<0>();  // Q alone is in a group\n", ""),
         ("own keys: factors of Q read before they are there", "    ptx::sync_block();\n    FFPA_UNROLL\n    for (int h = 0; h < 2; ++h) key_scale_[h]", "    FFPA_UNROLL\n    for (int h = 0; h < 2; ++h) key_scale_[h]"),
-        ("own keys: those of the first warp for all", "(tile + lane_ / kRuns) * kKeys + warp_ * kWarpKeys", "(tile + lane_ / kRuns) * kKeys"),
-        ("own keys: runs of the first tiles for all", "if (++next_tile_ == known_tile_ + kKnownTiles) know(next_tile_);", "++next_tile_;"),
+        ("own keys: those of the first warp for all", "of_lane * kKeys + warp_ * kWarpKeys", "of_lane * kKeys"),
+        ("own keys: runs of the first tiles for all", "if (++next_tile_ == known_tile_ + kKnownTiles && next_tile_ < end_tile_) know(next_tile_);", "++next_tile_;"),
         ("own keys: pages of the next tiles", "page_ahead_ = look_up(tile + kKnownTiles);", "page_ahead_ = look_up(tile + 1);"),
         ("own keys: the last warps' are left out", "min_of(tiles.end, ceil_div(max_of(seen, 0), kKeys))", "min_of(tiles.end, max_of(seen, 0) / kKeys)"),
         ("own keys: one step of K", "of_keys ? next_step_ * (kColumns / 2) : 0", "0"),
@@ -338,7 +338,7 @@ MUTANTS = [
     *edits_in(
         "csrc/attention/rows/row_tiles.cuh",
         "tests/operators/test_eight_bit_caches.py -k 'emulated and own_keys'",
-        ("items: parts of the first head for all", "(splits_.quotient(others) * heads_.value + head) * splits_.value", "splits_.quotient(others) * heads_.value * splits_.value"),
+        ("items: parts of the first head for all", "batch * heads_.value + heads_.remainder(i), section", "batch * heads_.value, section"),
         ENABLE_FFPA_DEBUG="1",
     ),
     *edits_in(

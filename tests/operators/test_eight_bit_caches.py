@@ -137,6 +137,36 @@ def test_warps_own_keys(case, most_parts, stages, device, monkeypatch):
         assert (plan.splits > 1) == (most_parts > 1 and max(case[5]) > 2000)
 
 
+@pytest.mark.parametrize("where", ["pages", "left padding"])
+def test_own_keys_of_a_cache(where, device, monkeypatch):
+    """Parts of short sequences have no keys, and nobody writes zeros for them before the call."""
+    monkeypatch.setattr(attention_call, "_floats", lambda n, device: torch.full((n,), torch.nan, device=device))
+    monkeypatch.setenv("FFPA_BACKEND", "mma")
+    lengths = (2500, 300, 1)
+    pool = eight_bits(pages.make(lengths, 2560 if where == "left padding" else 64, 2, 128, dtype=torch.bfloat16))
+    pool = pool.to(device)
+    q = torch.randn(3, 2, 4, 128, dtype=torch.bfloat16, device=device)
+    call = {"cache_seqlens": pool.used, "causal": True, "return_lse": True, "scale": 0.3}
+    keys = keys_of(pool, torch.ones((), device=device), torch.ones((), device=device), torch.bfloat16)
+    if where == "pages":
+        call["block_table"] = pool.table
+    else:
+        call |= {
+            "cache_batch_idx": pool.table[:, 0].contiguous(),
+            "cache_leftpad": torch.tensor([37, 0, 0]).int().to(device),
+        }
+        keys[0] = tuple(x[37:] for x in keys[0])
+    if device == "cuda":
+        out, lse = ffpa_with_kvcache(q, pool.k, pool.v, **call)
+    else:
+        with emulate("sm_80", seed=3):
+            out, lse = ffpa_with_kvcache(q, pool.k, pool.v, **call)
+    plan = next(reversed(ops._plans.values())).choice.plan
+    assert isinstance(plan.spec, ForwardMmaKeys) and plan.splits > 1
+    for i, of_sequence in enumerate(keys):
+        pages.assert_attends(q[i], of_sequence, out[i], lse[i], causal=True, scale=0.3)
+
+
 @pytest.mark.parametrize("d, heads", [(128, (32, 8)), (256, (32, 8)), (512, (32, 4)), (1024, (16, 2))])
 def test_prompts_are_dequantised_and_few_rows_are_converted_on_the_way(d, heads, monkeypatch):
     monkeypatch.setattr(triton_attention, "why_not", lambda: None)

@@ -5,8 +5,8 @@
 //   2. softmax       of the warp's keys alone: P stays in registers
 //   3. O = αO + P V
 //
-// Each warp brings its own keys and values, through a ring of its own, and so waits for no other: they read memory all
-// the time. In the end O of all warps is added up in shared memory, in their order.
+// Each warp brings its own keys and values, through a ring of its own, and so waits for no other once Q is there: they
+// read memory all the time. In the end O of all warps is added up in shared memory, in their order.
 //
 // d_qk is a loop count; registers hold O, so that d_v ≤ kColumns.
 #pragma once
@@ -186,7 +186,7 @@ class ForwardMmaKeys {
       return;
     }
     next_step_ = 0;
-    if (++next_tile_ == known_tile_ + kKnownTiles) know(next_tile_);
+    if (++next_tile_ == known_tile_ + kKnownTiles && next_tile_ < end_tile_) know(next_tile_);
   }
 
   // Makes sure that lanes know where the warp's runs of kKnownTiles tiles lie, and looks up the pages of those after.
@@ -204,9 +204,11 @@ class ForwardMmaKeys {
     const PagedKeysInGmem keys = keys_.get();
     return arguments_.key_pages.look_up(params_.paged, keys.place(), keys.seen, run_of_lane_from(tile));
   }
-  // Returns the first key of the lane's run, of those from a tile on.
+  // Returns the first key of the lane's run, of those from a tile on. There is one tile behind the last, at most:
+  // numbers of keys further on may be more than an int holds.
   FFPA_DEVICE int run_of_lane_from(int tile) const {
-    return (tile + lane_ / kRuns) * kKeys + warp_ * kWarpKeys + lane_ % kRuns * kPageStep;
+    const int of_lane = min_of(tile + lane_ / kRuns, end_tile_);
+    return of_lane * kKeys + warp_ * kWarpKeys + lane_ % kRuns * kPageStep;
   }
 
   // ---- 1., 2. S = Q Kᵀ, softmax ----

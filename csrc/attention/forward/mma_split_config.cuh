@@ -62,7 +62,7 @@ struct ForwardMmaSplitConfig : Fields {
   using Probability = std::conditional_t<Fields::kE4m3, Half, typename Fields::Dtype>;
   static constexpr int kKeyBytes = Fields::kE4m3 ? 1 : 2, kPerElement = 2 / kKeyBytes;
   static_assert(!(Fields::kPaged && Fields::kOwnRings), "lanes know the pages of one tile at a time");
-  static_assert(!(Fields::kE4m3 && Fields::kStreamed), "an item of 8-bit keys has all columns");
+  static_assert(!(Fields::kE4m3 && Fields::kStreamed), "8-bit keys are read at level 1");
   static_assert(!Fields::kE4m3 || (Fields::kPaged && kKeyColumns % 32 == 0 && kValueRows % 32 == 0),
                 "8-bit fragments are loaded two products at a time");
 

@@ -46,11 +46,15 @@ class RowTiles {
   // row_tiles.py makes sure that 32 bits are enough, also for the items that blocks take beyond the last one.
   FFPA_HOST_DEVICE int count() const { return count_; }
 
-  // Returns the item to take in place of item `i` so that the heads of an entry come before the parts of their keys:
-  // blocks that work at the same time then read rows of heads that lie side by side.
+  // Returns the item to take in place of item `i` so that the heads of a tile's rows come one after the other, and
+  // before the parts of its keys: blocks that work at the same time then read rows of heads that lie side by side.
   FFPA_DEVICE int heads_before_parts(int i) const {
-    const int others = heads_.quotient(i), head = heads_.remainder(i);
-    return (splits_.quotient(others) * heads_.value + head) * splits_.value + splits_.remainder(others);
+    const int of_parts = heads_.quotient(i), of_tiles = splits_.quotient(of_parts);
+    const int batch = of_tiles / tiles_, tile = of_tiles - batch * tiles_;
+    const int head = batch * heads_.value + heads_.remainder(i), section = heads_of_section_.quotient(head);
+    const int heads = (section == last_section_ ? heads_of_last_ : heads_of_section_).value;
+    const int in_section = tile * heads + heads_of_section_.remainder(head);
+    return (section * items_of_section_.value + in_section) * splits_.value + splits_.remainder(of_parts);
   }
 
   // Returns the place of row `i` of any tile, counted from the tile's first head and row.

@@ -76,7 +76,7 @@ FFPA_DEVICE void ld_global_16(uint32_t (&value)[4], const void* address, CallSit
                : "memory");
 }
 
-// prefetch: brings the line of an address into the L2 cache, and says nothing if there is no such address.
+// prefetch: brings the line of an address into the L2 cache.
 FFPA_DEVICE void prefetch_global(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }

@@ -56,7 +56,7 @@ _ROWS_FIXED = {
 
 _MOST_BLOCKS_OF_A_DIM = 2**16 - 1  # blocks in each dim of a grid but the first
 _ROW_TILE_BYTES = 48  # bytes of shared memory, as KeptRows::kBytes says
-_KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes of the split-D kernel says
+_KEYS_BYTES = 32  # bytes of shared memory, as KeptKeys::kBytes says
 _MEASURED_KEYS = 8192  # keys with which the speeds of tiles were measured
 _ENDS = {1: 256, 2: 256, 3: 1024}  # begin and end of a work item at each level take as long as so many keys
 _MORE_ENDS = {256: 192}  # keys more for tiles of so many columns: their ring of one stage hides none of the first loads
@@ -203,19 +203,19 @@ def _splits(p: Problem, level: int, shape: Shape, tile_heads: int, workspace_cap
     return min(range(1, most + 1), key=lambda splits: _microseconds(p, level, shape, tile_heads, splits))
 
 
-# Microseconds for a key's column of 8 bits, and the blocks that a multiprocessor of an H200 holds.
-_PACE_OF_KEYS, _PACE_OF_8_BITS = (0.72e-4, 3), {16: (0.5e-4, 2), 32: (0.66e-4, 1)}  # the latter by rows of a tile
+# (microseconds for a key's column of 8 bits, the most blocks of a multiprocessor), on an H200
+_OF_OWN_KEYS = 0.72e-4, 3
+_OF_8_BITS = {16: (0.5e-4, 2), 32: (0.66e-4, 1)}  # by rows of a tile
 _ENDS_OF_8_BITS = 128
 
 
 def _of_8_bits(spec: Spec) -> tuple[float, int]:
-    return _PACE_OF_KEYS if isinstance(spec, ForwardMmaKeys) else _PACE_OF_8_BITS[spec.rows]
+    return _OF_OWN_KEYS if isinstance(spec, ForwardMmaKeys) else _OF_8_BITS[spec.rows]
 
 
-def _pace_of_8_bits(p: Problem, spec: Spec) -> row_tiles.Pace:
-    of_column, blocks = _of_8_bits(spec)
+def _pace_of_8_bits(p: Problem, spec: Spec, blocks: int) -> row_tiles.Pace:
+    of_key = _of_8_bits(spec)[0] * (p.d_qk + spec.columns)
     blocks *= archs.multiprocessors(p.arch)
-    of_key = of_column * (p.d_qk + spec.columns)
     columns = (p.d_qk + p.d_v) // 2
     return row_tiles.Pace(spec.rows, spec.keys, blocks, of_key, _ENDS_OF_8_BITS * of_key, columns, _BANDWIDTH)
 
@@ -251,13 +251,13 @@ def settings(spec: ForwardMmaSplit, p: Problem, flags: Mapping[str, Any], limit:
     return None
 
 
-def _settings_of_8_bits(spec: Spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, int, bool] | None:
-    """Returns what settings() does, for as many blocks on an SM as have room for a ring of two steps each."""
+def _settings_of_8_bits(spec: Spec, p: Problem, flags: Mapping[str, Any], limit: int) -> tuple[int, tuple | None]:
+    """Returns as many blocks of an SM as have room for a ring of two steps each, and what settings() says of them."""
     for blocks in range(_of_8_bits(spec)[1], 1, -1):
         found = settings(spec, p, flags, _part(limit, blocks))
         if found and found[0] > 1:
-            return found
-    return settings(spec, p, flags, limit)
+            return blocks, found
+    return 1, settings(spec, p, flags, limit)
 
 
 def _part(limit: int, blocks: int = 2) -> int:
@@ -330,7 +330,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
     for level, shape in _candidates(p, acc):
         spec = forward_spec(p.dtype, acc, shape, level == 3, p.pages is not None, p.cache is not None)
         if p.cache:
-            fitting = _settings_of_8_bits(spec, p, flags, limit)
+            blocks, fitting = _settings_of_8_bits(spec, p, flags, limit)
         else:
             spec = _as_toggled(spec, flags)
             fitting = settings(spec, p, flags, limit)
@@ -343,7 +343,7 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
             continue
         heads = row_tiles.shared_heads(p, shape.rows)
         if p.cache:
-            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, spec), heads)
+            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, spec, blocks), heads)
             cost, parts = row_tiles.fastest_parts(p, shape.rows, shape.keys, heads, cap, estimate)
             splits = parts.count
         else:

@@ -30,7 +30,6 @@ FFPA_KERNEL(32, 1) void memory_4_kernel(const uint32_t* input, uint32_t* output)
 
 FFPA_KERNEL(32, 1) void prefetch_kernel(const uint32_t* input, uint32_t* output) {
   ptx::prefetch_global(input);
-  ptx::prefetch_global(nullptr);
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_global_4(input + ptx::lane_id()));
 }
 
