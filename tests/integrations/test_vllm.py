@@ -92,6 +92,19 @@ def test_bounds_are_few_and_near():
     assert len(set(bounds.values())) < 120
 
 
+def test_releases_that_were_tried_are_those_of_the_check():
+    check = (Path(__file__).parent / "serving" / "check_vllm.py").read_text()
+    assert re.search("^releases: (.*)$", check, re.MULTILINE)[1].split() == list(releases.TRIED)
+    assert ", ".join(releases.TRIED[:-1]) in (ROOT / "docs" / "integrations.md").read_text()
+
+
+def test_a_batch_that_may_warm_up_has_the_bound_of_a_captured_call():
+    assert attention.longest_keys(1, 1, 4096) == 4096  # a row for each request, and no key before it
+    assert attention.longest_keys(2, 1, 4096) == 2
+    assert attention.longest_keys(40, 0, 4096) == 40  # prompts
+    assert attention.longest_keys(3, 3, 2) == 3
+
+
 # ---- the attention ----
 
 
@@ -196,7 +209,7 @@ RANGES = {0: [(3, 9), (12, 20)], 1: [(0, 5)], 3: [(5, 30)], 9: [(0, 4)]}
 
 @pytest.mark.parametrize("rule", [RULES["plain"], RULES["window"], RULES["all"]], ids=["plain", "window", "all"])
 def test_images_see_both_ways(rule):
-    """The second request decodes behind its image; the last has its image in two steps, and more than a window of it."""
+    """The second request decodes behind its image; the last has its image in two steps, and more than its window."""
     rows, lengths = [25, 1, 4, 12], [25, 8, 4, 24]
     pool = pages.make(lengths, d=64)
     offsets = torch.tensor([0, *rows]).cumsum(0)

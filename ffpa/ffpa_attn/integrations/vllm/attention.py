@@ -54,6 +54,15 @@ def bound(n: int) -> int:
     return -(-n // step) * step
 
 
+def longest_keys(keys: int, decoded: int, most: int) -> int:
+    """Returns a bound of the keys of a batch whose requests decode so many rows at most, 0 if it is no such batch.
+
+    If they have no keys but of these rows, the batch may be the one by which vLLM warms up for the capture of a graph.
+    Its bound is then that of the captured call, `most`, so that nothing is left to plan or to load in a capture.
+    """
+    return bound(max(keys, most) if keys <= decoded else keys)
+
+
 def pools(cache: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns views of vLLM's pool [pages, heads, rows, D of K and D of V]: keys and values [pages, rows, heads, D]."""
     if cache.dtype != dtype:

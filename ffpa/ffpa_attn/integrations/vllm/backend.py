@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from . import images, releases
-from .attention import EIGHT_BITS, Batch, Rule, attend, bound, pools, reserve
+from .attention import EIGHT_BITS, Batch, Rule, attend, bound, longest_keys, pools, reserve
 
 try:
     from vllm.v1.attention.backend import (
@@ -44,6 +44,9 @@ class FfpaMetadataBuilder(AttentionMetadataBuilder[Batch]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        drafts = vllm_config.speculative_config
+        self.few_rows = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)  # of a request that decodes
+        self.most_keys = vllm_config.model_config.max_model_len if vllm_config.model_config else 0
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -58,11 +61,12 @@ class FfpaMetadataBuilder(AttentionMetadataBuilder[Batch]):
         of_images = ranges and images.find(
             ranges, common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, self.device
         )
+        rows = common.max_query_len
         return Batch(
             common.num_actual_tokens,
-            bound(common.max_query_len),
+            bound(rows),
             common.query_start_loc,
-            bound(common.max_seq_len),
+            longest_keys(common.max_seq_len, rows if rows <= self.few_rows else 0, self.most_keys),
             common.seq_lens,
             common.block_table_tensor,
             common.slot_mapping,

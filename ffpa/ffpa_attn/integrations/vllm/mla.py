@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from . import releases
-from .attention import Batch, attend_latent, bound, reserve
+from .attention import Batch, attend_latent, bound, longest_keys, reserve
 from .backend import CACHES, reason_against
 
 try:
@@ -37,12 +37,12 @@ class FfpaMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     def _build_decode(self, **given) -> LatentBatch:
         """Takes vLLM's keywords, of which newer releases have more."""
-        longest = int(given["query_start_loc_cpu"].diff().max())
+        longest = given.get("max_query_len") or int(given["query_start_loc_cpu"].diff().max())
         return LatentBatch(
             given["num_decode_tokens"],
             bound(longest),
             given["query_start_loc_device"],
-            bound(given["max_seq_len"]),
+            longest_keys(given["max_seq_len"], longest, self.model_config.max_model_len),
             given["seq_lens_device"],
             given["block_table_tensor"],
             slot_mapping=None,
