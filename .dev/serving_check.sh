@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs ffpa's plugins inside the classes of real servers: bash .dev/serving_check.sh [vllm] [sglang]; by default of all.
 # tests/integrations/serving/check_<server>.py says in its head which releases, and what these import. Of each release's
-# wheel the Python files alone are kept, though hundreds of MB are fetched for them; the check stubs what is compiled. It
-# needs no GPU, and installs nothing into the environment that runs it. RELEASES="0.24.0" runs these instead, and
+# wheel the Python files alone are kept, though hundreds of MB are fetched for them; the check stubs what is compiled.
+# It needs no GPU, and installs nothing into the environment that runs it. RELEASES="0.24.0" runs these instead, and
 # FFPA_SCRATCH=folder keeps what was fetched for the next time.
 set -eu -o pipefail
 . "$(cd "$(dirname "$0")" && pwd)/setup_env.sh"

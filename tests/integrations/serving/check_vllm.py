@@ -315,8 +315,11 @@ class Requests:
                 keys = [(x / s).to(torch.float8_e4m3fn).float() * s for x, s in zip(keys, scales, strict=True)]
             left = -1 if self.layer.sliding_window is None else self.layer.sliding_window - 1
             see = {"causal": True, "window": (left, -1)} if masks is None else {"mask": masks[i]}
-            rule = {"scale": impl.scale, "softcap": impl.rule.softcap, "sinks": impl.rule.sinks}
-            pages.assert_attends(q[mine], [x.to(q.dtype) for x in keys], out[mine], **rule, **see)
+            pages.assert_attends(q[mine], [x.to(q.dtype) for x in keys], out[mine], **self.layer.asked, **see)
+        page, last = divmod(len(self.keys[0]) - 1, self.size)
+        if not impl.has_eight_bits:  # keys come first in a row of the pool
+            row = self.layer.kv_cache[int(self.table[0, page]), :, last]
+            assert torch.equal(row, self.keys[0][-1].movedim(0, 1).flatten(1).to(row.dtype))
 
 
 def layer_of(config, heads=4, heads_kv=2, d=64, cache="bfloat16", size=16, **more) -> Attention:
@@ -328,6 +331,7 @@ def layer_of(config, heads=4, heads_kv=2, d=64, cache="bfloat16", size=16, **mor
         layer = Attention(heads, d, 0.1, **args, **more)
     finally:
         torch.set_default_dtype(before)
+    layer.asked = {"scale": 0.1, "softcap": more.get("logits_soft_cap", 0.0), "sinks": more.get("sinks")}
     layer.use_direct_call = True  # vLLM's operators are registered for GPUs
     assert type(layer.impl) is backend.FfpaImpl and layer.backend.name == "FFPA" and layer.query_quant is None
     return layer
