@@ -505,7 +505,7 @@ def test_an_engine_on_this_cpu(d):
     found = re.search(r"(\d+) of (\d+) tokens are the same; (\d+) calls of ffpa, (\d+) with prompts", run.stdout)
     assert found, run.stdout + run.stderr
     same, total, calls, of_prompts = map(int, found.groups())
-    assert same > 0.9 * total and total == 4 * 24 and calls > of_prompts > 4
+    assert same > 0.95 * total and total == 4 * 24 and calls > of_prompts > 4
 
 
 # ---- host time ----
