@@ -69,6 +69,8 @@ def batched(model, page=32, **settings) -> list[list[int]]:
     names = set(continuous_api.ContinuousBatchingConfig.__dataclass_fields__)
     settings |= {"page_size" if "page_size" in names else "block_size": page}
     settings |= {"auto_switch_to_flash": False} if "auto_switch_to_flash" in names else {}
+    if model.config.model_type == "gpt_oss" and "use_cuda_graph" in names:
+        settings["use_cuda_graph"] = False  # a capture fails in transformers' experts, whatever the attention
     config = continuous_api.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=48, **settings)
     results = model.generate_batch(
         inputs=PROMPTS, generation_config=generation(), continuous_batching_config=config, progress_bar=False
@@ -107,7 +109,8 @@ def assert_same(found, name, device, dtype=torch.float16):
         )
         assert same == OUTPUT or rows[same].max() - rows[same, tokens[same]] <= slack, (name, tokens, same)
         compared += same
-    assert compared >= 0.7 * OUTPUT * len(PROMPTS), compared
+    least = 0.7 if dtype == torch.float16 else 0.5  # bfloat16 has more near ties, after which nothing is compared
+    assert compared >= least * OUTPUT * len(PROMPTS), compared
 
 
 @pytest.fixture
