@@ -149,20 +149,8 @@ def flash_attn_with_kvcache(
     [Hkv], or [B, Hkv] if that has the same for all sequences, as an expanded one has.
     `num_splits` and what else is about speed alone change nothing. Rotary embeddings are refused: apply them to q and k.
     """
-    for name in _OF_SPEED:
-        unknown.pop(name, None)
-    others = {name: unknown.pop(name) for name in _OF_FLASH_3 if name in unknown}
-    others["attention_chunk"] = others.get("attention_chunk") or None  # 0 means none
-    if unknown:
-        words.refuse(flash_attn_with_kvcache, unknown)
-    of_rotary = {
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "rotary_seqlens": others.pop("rotary_seqlens", None),
-    }
-    _not_given("apply the rotary embedding to q and k before the call, and leave it away", **of_rotary)
-    for name, value in {"alibi_slopes": alibi_slopes, **others}.items():
-        _not_given(words.OF_CACHES[name], **{name: value})
+    if unknown or not (rotary_cos is None and rotary_sin is None and alibi_slopes is None):
+        _refuse_of_caches(unknown, alibi_slopes, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if block_table is not None and page_table is not None:
         raise ValueError(
             "`block_table` and `page_table` are both given; they are two names of the same thing: pass one"
@@ -193,6 +181,20 @@ def flash_attn_with_kvcache(
     names = _names(s_aux, "return_softmax_lse") | {"block_table": of_table}
     names |= {"k_scale": "k_descale", "v_scale": "v_descale"}
     return _called(ffpa_with_kvcache, names, q, k_cache, v_cache, **_rule(q, *rule), **cache)
+
+
+def _refuse_of_caches(unknown: dict, alibi_slopes, **of_rotary) -> None:
+    """Raises for what flash_attn_with_kvcache does not have, among keywords of FlashAttention 3 and others."""
+    for name in _OF_SPEED:
+        unknown.pop(name, None)
+    others = {name: unknown.pop(name) for name in _OF_FLASH_3 if name in unknown}
+    others["attention_chunk"] = others.get("attention_chunk") or None  # 0 means none
+    if unknown:
+        words.refuse(flash_attn_with_kvcache, unknown)
+    of_rotary["rotary_seqlens"] = others.pop("rotary_seqlens", None)
+    _not_given("apply the rotary embedding to q and k before the call, and leave it away", **of_rotary)
+    for name, value in {"alibi_slopes": alibi_slopes, **others}.items():
+        _not_given(words.OF_CACHES[name], **{name: value})
 
 
 _OF_SPEED = ("scheduler_metadata", "pack_gqa", "sm_margin")  # keywords of FlashAttention 3
