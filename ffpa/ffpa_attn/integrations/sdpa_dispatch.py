@@ -27,10 +27,11 @@ def override(*devices: str) -> Callable[[], None]:
     if private_torch.no_override:
         raise NotImplementedError(private_torch.no_override)
     library = torch.library.Library("aten", "IMPL")
+    # ffpa itself means PyTorch's kernels where it calls this: from before other threads' calls come here.
+    sdpa_backend.torch_sdpa = _of_torch
     for device in devices:
         for key in (f"Autograd{device}", device):  # the second one alone is there in torch.inference_mode
             library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
-    sdpa_backend.torch_sdpa = _of_torch  # ffpa itself means PyTorch's kernels where it calls this
     _forget_kernels()
 
     def end() -> None:

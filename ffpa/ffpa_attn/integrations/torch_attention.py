@@ -55,7 +55,7 @@ def register(name: str = "FFPA", *, device: str = "CUDA", sdpa: bool = True) -> 
 
 
 class _Active:
-    """What PyTorch keeps while ffpa is on."""
+    """PyTorch keeps this while ffpa is on."""
 
     def __init__(self, device: str, sdpa: bool):
         self.library = torch.library.Library("aten", "IMPL")
@@ -85,7 +85,7 @@ def _own_kernel(name: str, device: str) -> Callable | None:
 
 
 class _Call(NamedTuple):
-    """What all calls of a forward have, in order."""
+    """All calls of a forward have these, in order."""
 
     query: torch.Tensor
     key: torch.Tensor
