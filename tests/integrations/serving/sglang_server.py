@@ -264,5 +264,8 @@ def forward(server, backend, one, mode, rows, save=True, into=None, **more):
         out = one(q, *given, batch, save_kv_cache=save, **more)
     assert out.shape == (sum(rows), one.tp_q_head_num * one.v_head_dim) and out.dtype == server.dtype
     if save:
+        assert torch.equal(given[0], k) and torch.equal(given[1], v), (
+            "a model's own keys and values are left as they are"
+        )
         server.assert_written(one, rows, k, v)
     return q, out
