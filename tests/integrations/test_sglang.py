@@ -40,7 +40,7 @@ def test_the_entry_point_leads_to_the_plugin():
 @pytest.mark.parametrize(
     "found, named",
     [
-        ("0.5.9", "SGLang is 0.5.9, which is older"),
+        ("0.5.9", "SGLang is 0.5.9, which lacks"),
         ("9.0.0", "SGLang is 9.0.0, which lacks"),
         (None, "SGLang is not installed, which lacks"),
     ],
@@ -48,14 +48,16 @@ def test_the_entry_point_leads_to_the_plugin():
 def test_other_releases_are_named(monkeypatch, found, named):
     monkeypatch.setitem(sys.modules, "sglang", None)
     monkeypatch.setattr(plugin, "_version", lambda: found)
-    with pytest.raises(ImportError, match=rf"{named}.*tried with {re.escape(plugin.TRIED[0])}.*pip install"):
+    with pytest.raises(
+        ImportError, match=rf"{named} what .* builds on.*tried with {re.escape(plugin.TRIED[0])}.*pip install"
+    ):
         plugin.register()
 
 
 @pytest.fixture
 def server(monkeypatch):
     """Has the names of SGLang that the plugin looks for, and what it leaves there."""
-    hooks, functions, factories, choices = {}, [], {}, ["triton"]
+    hooks, functions, factories, choices, mode = {}, [], {}, ["triton"], SimpleNamespace(value="static")
 
     def backends_of(args):
         return args.prefill, args.decode
@@ -67,13 +69,17 @@ def server(monkeypatch):
         "arg_groups": {},
         "arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend},
         "arg_groups.model_hook": {"attention_backends_of": backends_of},
-        "arg_groups.overrides": {"resolved_view": lambda args: args},
+        "arg_groups.overrides": {
+            "resolved_view": lambda args: args,
+            "declare_resolution": lambda args, source, **given: vars(args).update(given),
+        },
         "arg_groups.resolution_hooks": {"register_resolution_hook": lambda name: keep(hooks, name)},
         "layers.attention.attention_registry": {"register_attention_backend": lambda name: keep(factories, name)},
         "plugins.hook_registry": {
             "HookRegistry": SimpleNamespace(register=lambda *hook: functions.append(hook)),
             "HookType": SimpleNamespace(BEFORE="before"),
         },
+        "speculative.ragged_verify": {"read_ragged_verify_mode": lambda: mode},
     }
     modules = {f"sglang.srt.{name}": SimpleNamespace(**names) for name, names in parts.items()}
     for name, module in modules.items():
@@ -84,7 +90,9 @@ def server(monkeypatch):
             monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:i]), SimpleNamespace(__path__=[]))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(hooks=hooks, functions=functions, factories=factories, choices=choices, modules=modules)
+    return SimpleNamespace(
+        hooks=hooks, functions=functions, factories=factories, choices=choices, modules=modules, mode=mode
+    )
 
 
 def test_it_registers_once(server, monkeypatch):
@@ -102,21 +110,50 @@ def test_it_registers_once(server, monkeypatch):
 def test_a_part_that_a_release_cannot_carry_names_it(monkeypatch):
     monkeypatch.setattr(plugin, "_version", lambda: "9.0.0")
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ImportError, match="SGLang is 9.0.0, which lacks what that builds on"):
+    with pytest.raises(ImportError, match="SGLang is 9.0.0, which lacks what the backend 'ffpa' builds on"):
         plugin._backend(None)
 
 
-def test_a_release_that_was_not_tried_is_named(server, monkeypatch):
-    monkeypatch.setattr(plugin, "_version", lambda: "0.9.0")
-    with pytest.warns(UserWarning, match=f"SGLang is 0.9.0; .*tried with .*{re.escape(plugin.TRIED[-1])} alone"):
+@pytest.mark.parametrize("found", ["0.9.0", "0.5.9", "0.0.0.dev1+g0123abc", None])
+def test_a_release_that_was_not_tried_is_named(server, monkeypatch, found):
+    monkeypatch.setattr(plugin, "_version", lambda: found)
+    named = re.escape(found or "a release without a number")
+    with pytest.warns(UserWarning, match=f"SGLang is {named}; .*tried with .*{re.escape(plugin.TRIED[-1])} alone"):
         plugin.register()
     assert "ffpa" in server.choices
+
+
+def chosen(prefill: str, decode: str, draft: str | None = None, page_size: int | None = 64) -> SimpleNamespace:
+    """Returns arguments by which backends are chosen."""
+    return SimpleNamespace(
+        prefill=prefill, decode=decode, speculative_draft_attention_backend=draft, page_size=page_size
+    )
+
+
+@pytest.mark.parametrize(
+    "args, size",
+    [
+        (chosen("ffpa", "ffpa", page_size=None), 64),
+        (chosen("fa3", "ffpa", page_size=None), 64),
+        (chosen("triton", "triton", "ffpa", page_size=None), 64),
+        (chosen("triton", "fa3", page_size=None), None),
+        (chosen("ffpa", "ffpa", page_size=16), 16),
+        (chosen("ffpa", "ffpa", page_size=1), 1),
+    ],
+    ids=str,
+)
+def test_pages_have_a_size_where_none_is_given(server, monkeypatch, args, size):
+    monkeypatch.setattr(plugin, "_version", lambda: plugin.TRIED[0])
+    plugin.register()
+    seen = []
+    server.hooks["handle_model_specific_adjustments"](args, lambda args: seen.append(args.page_size))
+    assert seen == [size], "the model's step is to see the size"
 
 
 def test_models_lists_see_another_name_for_as_long_as_they_look(server, monkeypatch):
     monkeypatch.setattr(plugin, "_version", lambda: plugin.TRIED[0])
     plugin.register()
-    model_hook, args = server.modules["sglang.srt.arg_groups.model_hook"], SimpleNamespace(prefill="fa4", decode="ffpa")
+    model_hook, args = server.modules["sglang.srt.arg_groups.model_hook"], chosen("fa4", "ffpa")
     seen = []
 
     def compare(args):
@@ -127,7 +164,7 @@ def test_models_lists_see_another_name_for_as_long_as_they_look(server, monkeypa
     step_of_models(args, compare)
     assert seen == [("fa4", "triton")] and model_hook.attention_backends_of(args) == ("fa4", "ffpa")
     with pytest.raises(AssertionError):
-        step_of_models(SimpleNamespace(prefill="flashinfer", decode="ffpa"), compare)
+        step_of_models(chosen("flashinfer", "ffpa"), compare)
     assert model_hook.attention_backends_of(args) == ("fa4", "ffpa")
 
 
@@ -139,6 +176,11 @@ def test_arguments_are_checked_where_the_backend_is_chosen(server, monkeypatch):
     with pytest.raises(ValueError, match="--page-size 64"):
         last(SimpleNamespace(**ARGUMENTS | {"prefill": "triton", "decode": "ffpa", "page_size": 1}), ran.append)
     assert len(ran) == 2, "SGLang's own step runs first"
+    server.mode.value = "compact"
+    given = ARGUMENTS | {"prefill": "triton", "decode": "ffpa", "speculative_algorithm": "DSPARK"}
+    with pytest.raises(ValueError, match="SGLANG_RAGGED_VERIFY_MODE is compact; .*set it to static"):
+        last(SimpleNamespace(**given), ran.append)
+    last(SimpleNamespace(**given | {"speculative_algorithm": "EAGLE"}), ran.append)  # it has no such drafts
 
 
 def layer(**given):
@@ -309,7 +351,7 @@ def test_a_table_has_room_for_every_page(tokens, rows, entries):
 
 ARGUMENTS = {
     "page_size": 64, "kv_cache_dtype": "auto", "speculative_eagle_topk": None, "dcp_size": 1, "attn_cp_size": 1,
-    "dllm_algorithm": None, "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable")),
+    "dllm_algorithm": None, "speculative_algorithm": None, "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable")),
 }  # fmt: skip
 
 
@@ -351,12 +393,23 @@ def test_layers_are_refused(given, named):
         refusals.rule_of(layer(**given), None, False)
 
 
+@pytest.mark.parametrize("given, named", [({"head_dim": 72}, "head"), ({"v_head_dim": 72}, "value")])
+def test_pages_of_eight_bits_take_fewer_head_dims(given, named):
+    words = f"a {named} dim of 72; .*multiples of 16: pass --kv-cache-dtype auto"
+    with pytest.raises(NotImplementedError, match=words):
+        refusals.rule_of(layer(**given), None, False, True)
+    refusals.rule_of(layer(**given), None, False)
+    refusals.rule_of(layer(head_dim=80, v_head_dim=48), None, False, True)
+    refusals.rule_of(layer(head_dim=72, v_head_dim=72), (576, 512), False, True)  # such keys come with the call
+
+
 def test_what_else_a_model_passes_is_refused():
     refusals.no_others({"topk_indices": None, "return_lse": False})
     with pytest.raises(NotImplementedError, match="SGLang passes `topk_indices`"):
         refusals.no_others({"topk_indices": torch.zeros(1)})
 
 
+ALSO = "sparse attention"
 RUNNER = {"page_size": 64, "kv_cache_dtype": E4M3, "dtype": torch.bfloat16, "prefill_aware_swa": False}
 MODEL = {"is_encoder_decoder": False, "is_local_attention_model": False}
 
@@ -365,13 +418,15 @@ MODEL = {"is_encoder_decoder": False, "is_local_attention_model": False}
     "given, named",
     [
         ({"page_size": 1}, "--page-size 64"),
-        ({"kv_cache_dtype": torch.uint8}, "The cache of keys is torch.uint8"),
+        ({"kv_cache_dtype": torch.uint8}, "The cache of keys is torch.uint8;"),
+        ({"kv_cache_dtype": torch.float16}, "is torch.float16, and the model torch.bfloat16.*--kv-cache-dtype auto"),
+        ({"kv_cache_dtype": torch.bfloat16, "dtype": torch.float16}, "is torch.bfloat16, and the model torch.float16"),
         ({"dtype": torch.float32}, "The model is torch.float32.*--dtype bfloat16"),
         ({"prefill_aware_swa": True}, "prefill-aware SWA"),
         ({"is_encoder_decoder": True}, "asks for cross attention"),
         ({"is_local_attention_model": True}, "chunked local attention"),
         ({"is_translating": True}, "--enable-unified-memory"),
-        ({"split": True}, "split over ranks"),
+        ({"also": {ALSO: True}}, "asks for sparse attention"),
         ({"topk": 2}, "drafts are trees"),
     ],
 )
@@ -380,8 +435,10 @@ def test_runners_are_refused(given, named):
         runner = SimpleNamespace(**{name: given.get(name, value) for name, value in RUNNER.items()})
         runner.model_config = SimpleNamespace(**{name: given.get(name, value) for name, value in MODEL.items()})
         runner.kv_index_translator = SimpleNamespace(is_translating=given.get("is_translating", False))
-        refusals.check_runner(runner, given.get("topk", 1), given.get("split", False))
+        refusals.check_runner(runner, given.get("topk", 1), given.get("also", {ALSO: False}))
 
     check()
+    check(kv_cache_dtype=torch.bfloat16)
+    check(kv_cache_dtype=torch.float16, dtype=torch.float16)
     with pytest.raises(ValueError, match=named):
         check(**given)

@@ -272,5 +272,16 @@ MUTANTS = [
         ("SGLang: encoders taken for decoders", 'layer.attn_type.value != "decoder"', "False"),
         ("SGLang: what is unknown is swallowed", "value is not None and value is not False", "False"),
         ("SGLang: 8 bits of any kind", "(torch.float16, torch.bfloat16, E4M3)", "(torch.float16, torch.bfloat16, E4M3, torch.uint8)"),
+        ("SGLang: 16 bits of another type", "runner.kv_cache_dtype not in (runner.dtype, E4M3)", "False"),
+        ("SGLang: 8-bit pages of any head dim", "eight_bits and not is_dense and d % 16", "False"),
+        ("SGLang: rows that come with the call taken for pages", "eight_bits and not is_dense and d % 16", "eight_bits and d % 16"),
+        ("SGLang: drafts of any lengths", 'upper() == "DSPARK" and mode != "static"', 'upper() == "DSPARK" and mode == "none"'),
+    ),
+    *edits_in(
+        "integrations/sglang/__init__.py",
+        "tests/integrations/test_sglang.py",
+        ("SGLang: pages without a size", "if args.page_size is None and NAME in", "if False and NAME in"),
+        ("SGLang: others' pages get a size", "if args.page_size is None and NAME in", "if args.page_size is None or NAME in"),
+        ("SGLang: a draft model's backend forgotten", "(*of_backends(args), args.speculative_draft_attention_backend)", "of_backends(args)"),
     ),
 ]  # fmt: skip

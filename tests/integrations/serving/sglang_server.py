@@ -16,8 +16,12 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components.attention_backend_setup import get_attention_backend
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+ABSORBED = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scaling": 192**-0.5}  # MLA's layer
 CONTEXT = 512
 SLOTS = 2048
 
@@ -159,8 +163,10 @@ class Server:
                 numbers = torch.randn(n, *x.shape[1:], generator=self.generator)
                 x[slots[seen]] = numbers[seen].to(x.dtype)
 
-    def batch(self, mode: ForwardMode, rows: list[int]):
-        """Returns a batch that brings so many new rows for each request; they follow what is there."""
+    def batch(self, mode: ForwardMode, rows: list[int], fillers: int = 0):
+        """Returns a batch that brings so many new rows for each request; they follow what is there. A graph's batch is
+        filled up by sequences of nobody, with as many rows: request 0, length 1 and slot 0 in SGLang's buffers.
+        """
         at = [
             self.requests.req_to_token[i, n : n + new] for i, n, new in zip(self.ids, self.lengths, rows, strict=True)
         ]
@@ -172,6 +178,13 @@ class Server:
             req_pool_indices=self.ids.clone(), seq_lens=lengths, out_cache_loc=torch.cat(at).long(), seq_lens_sum=None,
             positions=torch.zeros(sum(rows), dtype=torch.int64), spec_info=Drafted() if uncounted else None,
         )  # fmt: skip
+        if fillers:
+            made.batch_size += fillers
+            zeros = torch.zeros(fillers * rows[0], dtype=torch.int64)
+            made.req_pool_indices = torch.cat([made.req_pool_indices, zeros[:fillers]])
+            made.seq_lens = lengths = torch.cat([lengths, torch.ones_like(zeros[:fillers])])
+            made.out_cache_loc = torch.cat([made.out_cache_loc, zeros])
+            made.input_ids, made.positions = (torch.cat([x, zeros]) for x in (made.input_ids, made.positions))
         if self.kind == "windows":  # SGLang tells the host lengths in some setups, and in others not
             made.seq_lens_cpu = lengths.clone()
         if extends:
@@ -214,3 +227,45 @@ class Server:
             keys = [(x[slots[since:]].float() * scale).to(self.dtype) for x, scale in zip((k, v), scales, strict=True)]
             pages.assert_attends(q[some], keys, out[some], **rule)
             first += new
+
+
+def backend_of(server):
+    """Has SGLang choose and make the backend."""
+    return get_attention_backend(model_runner=server.runner)
+
+
+def layer(d: int, window: int = -1, d_v: int | None = None, **more) -> dict:
+    """Returns keywords of a layer."""
+    return {"head_dim": d, "v_head_dim": d_v or d, "scaling": d**-0.5, "sliding_window_size": window, **HEADS, **more}
+
+
+def forward_latent(server, backend, mode, rows, parts: bool):
+    """Runs a layer of MLA; returns q and what came. In `parts`, columns for positions come apart from the others."""
+    one, batch = server.layers[0], server.batch(mode, rows)
+    backend.init_forward_metadata(batch)
+    q, k, _ = server.new_rows(one, rows)
+    if parts:
+        of_rope = {"q_rope": q[..., 512:], "k_rope": k[..., 512:]}
+        out = backend.forward(q[..., :512], k[..., :512], k[..., :512], one, batch, **of_rope)
+    else:
+        out = backend.forward(q, k.clone(), k[..., :512].clone(), one, batch)
+    server.assert_written(one, rows, k, k[..., :512])
+    return q, out
+
+
+def forward(server, backend, one, mode, rows, save=True, into=None, **more):
+    """Runs a layer as SGLang does; returns q and what came. `into` is where SGLang wants the result."""
+    batch = server.batch(mode, rows)
+    backend.init_forward_metadata(batch)
+    q, k, v = server.new_rows(one, rows)
+    given = (None, None) if not save else (k.clone(), v.clone())
+    batch._attn_output = into
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = one(q, *given, batch, save_kv_cache=save, **more)
+    assert out.shape == (sum(rows), one.tp_q_head_num * one.v_head_dim) and out.dtype == server.dtype
+    if save:
+        assert torch.equal(given[0], k) and torch.equal(given[1], v), (
+            "a model's own keys and values are left as they are"
+        )
+        server.assert_written(one, rows, k, v)
+    return q, out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
 
 from ...support import progress
 from . import refusals
@@ -19,18 +18,18 @@ TRIED = ("0.5.22", "0.5.23")  # the releases whose own classes .dev/serving_chec
 def register() -> None:
     """Adds the attention backend "ffpa" to SGLang, which calls this in each process, before it reads arguments."""
     found = _version()
-    if found is not None and _numbers(found) < _numbers(TRIED[0]):
-        raise ImportError(_other_release(found, "which is older"))
     try:
         from sglang.srt.arg_groups import choices, model_hook, overrides
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.speculative.ragged_verify import read_ragged_verify_mode
 
         known, add_choices = choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices
         resolved, of_backends = overrides.resolved_view, model_hook.attention_backends_of
+        declare = overrides.declare_resolution
     except (ImportError, AttributeError) as error:
-        raise ImportError(_other_release(found, f"which lacks what that builds on ({error})")) from error
+        raise ImportError(_other_release(found, error)) from error
     if NAME in known:
         return
     if found not in TRIED:
@@ -43,7 +42,11 @@ def register() -> None:
     def let_models_have_it(server_args, previous) -> None:
         """Runs SGLang's step that compares backends with a list for each model, Gemma 4's and GPT-OSS's: "ffpa" stands
         there where "triton" does. SGLang's own hook for functions would replace it in every module that imports it.
+        Before that, pages get a size where nobody has given one: all that follows then sees what a user would write.
         """
+        args = resolved(server_args)
+        if args.page_size is None and NAME in (*of_backends(args), args.speculative_draft_attention_backend):
+            declare(server_args, NAME, page_size=refusals.PAGE_SIZE)
         now = model_hook.attention_backends_of
 
         def as_known(args) -> tuple:
@@ -60,6 +63,7 @@ def register() -> None:
         args = resolved(server_args)
         if NAME in of_backends(args):
             refusals.check_arguments(args)
+            refusals.check_verification(args.speculative_algorithm, read_ragged_verify_mode().value)
 
     # The second step is one of the last: page sizes and types of caches are known then, and no model has been loaded.
     register_resolution_hook("handle_model_specific_adjustments")(let_models_have_it)
@@ -77,14 +81,10 @@ def _version() -> str | None:
         return None
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", release)[:3]))
-
-
-def _other_release(found: str | None, why: str) -> str:
+def _other_release(found: str | None, error: Exception) -> str:
     return (
-        f"SGLang is {found or 'not installed'}, {why}; the backend {NAME!r} was tried with {', '.join(TRIED)}: pip "
-        f"install 'sglang=={TRIED[-1]}', or name another --attention-backend"
+        f"SGLang is {found or 'not installed'}, which lacks what the backend {NAME!r} builds on ({error}); it was tried "
+        f"with {', '.join(TRIED)}: pip install 'sglang=={TRIED[-1]}', or name another --attention-backend"
     )
 
 
@@ -93,7 +93,7 @@ def _part(name: str):
     try:
         return importlib.import_module(f".{name}", __name__)
     except ImportError as error:
-        raise ImportError(_other_release(_version(), f"which lacks what that builds on ({error})")) from error
+        raise ImportError(_other_release(_version(), error)) from error
 
 
 def _backend(model_runner):

@@ -1,16 +1,16 @@
-"""SGLang's attention backend "ffpa", over our call for keys in pages. SGLang alone imports this."""
+"""Serves SGLang's attention backend "ffpa" by our call for keys in pages. SGLang alone imports this."""
 
 from __future__ import annotations
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.layout.paged_view import paged_kv_view, paged_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule, get_spec
 
 from . import refusals, step
 
@@ -27,27 +27,36 @@ class FfpaBackend(AttentionBackend):
     def __init__(self, model_runner, draft_step: int | None = None):
         super().__init__()
         parallel, drafting = get_parallel(), get_spec()
-        split = parallel.attn_dcp_size > 1 or parallel.attn_cp_size > 1
-        refusals.check_runner(model_runner, drafting.speculative_eagle_topk, split)
+        config = model_runner.model_config
+        is_mla = config.attention_arch == AttentionArch.MLA
+        prefills = attention_backends()[0] == refusals.NAME
+        also = {
+            "a sequence that is split over ranks": parallel.attn_dcp_size > 1 or parallel.attn_cp_size > 1,
+            "sparse attention": is_deepseek_dsa(config.hf_config),
+            # SGLang itself unsets this before it makes a backend that is not on its list.
+            "cached prefixes that are no longer latent (without --disable-chunked-prefix-cache)": (
+                is_mla and prefills and not get_schedule().disable_chunked_prefix_cache
+            ),
+        }
+        refusals.check_runner(model_runner, drafting.speculative_eagle_topk, also)
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kv_index_translator = model_runner.kv_index_translator
         self.kv_cache_dtype = self.data_type = model_runner.kv_cache_dtype
-        self.max_context_len = model_runner.model_config.context_len
+        self.max_context_len = config.context_len
         self.page_size = model_runner.page_size
         self.device = model_runner.device
         self.forward_metadata: step.Sequences | None = None
 
-        config = model_runner.model_config
         self._latents = None
-        if config.attention_arch == AttentionArch.MLA:
+        if is_mla:
             self._latents = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
         self._eight_bits = self.kv_cache_dtype == refusals.E4M3
         pool = self.token_to_kv_pool
         for layer in model_runner.model.modules():  # what cannot be served is said before a request comes
             if isinstance(layer, RadixAttention):
-                refusals.rule_of(layer, self._latents, False)
+                refusals.rule_of(layer, self._latents, False, self._eight_bits)
         self._windows = pool if isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0 else None
         self._longer = 0 if draft_step is None else draft_step + 1
         self._drafted = drafting.speculative_num_draft_tokens
@@ -101,7 +110,7 @@ class FfpaBackend(AttentionBackend):
         if getattr(drafts, "ragged_verify_layout", None) is not None:
             raise NotImplementedError(
                 "SGLang verifies drafts of different lengths at once, which the attention backend ffpa does not "
-                "support: unset SGLANG_RAGGED_VERIFY_MODE"
+                "support: set SGLANG_RAGGED_VERIFY_MODE to static"
             )
         rows = max(1, forward_batch.positions.numel() // max(forward_batch.batch_size, 1))
         return rows, rows
@@ -188,7 +197,7 @@ class FfpaBackend(AttentionBackend):
 
     @property
     def verify_mask(self):
-        """What SGLang writes the tree of drafts to."""
+        """Holds what SGLang writes the tree of drafts to."""
         return self._verify_mask
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs) -> None:
@@ -230,7 +239,7 @@ class FfpaBackend(AttentionBackend):
 
     def _first_call_of(self, layer) -> refusals.Rule:
         windows = self._windows is not None and self._windows.layers_mapping[layer.layer_id][1]
-        rule = self._rules[layer] = refusals.rule_of(layer, self._latents, windows)
+        rule = self._rules[layer] = refusals.rule_of(layer, self._latents, windows, self._eight_bits)
         return rule
 
     def _pages(self, layer, rule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,7 +272,7 @@ class FfpaBackend(AttentionBackend):
         if len(k) != len(q) or forward_batch.mha_return_lse or forward_batch.attn_attend_prefix_cache:
             raise NotImplementedError(
                 "SGLang attends to a cached prefix that is no longer latent, which the attention backend ffpa does not "
-                "support: pass --disable-chunked-prefix-cache"
+                "support: name another --attention-backend"
             )
         k, v = k.view(-1, rule.heads_kv, rule.d), v.view(-1, rule.heads_kv, rule.d_v)
         out = step.attend_to_rows(q, k, v, rule, self.forward_metadata, sinks=sinks, out=out)

@@ -11,6 +11,7 @@ import torch
 
 NAME = "ffpa"
 PAGE_STEP = 16  # rows of a page are a multiple of these
+PAGE_SIZE = 64  # rows of a page where the user says none
 E4M3 = torch.float8_e4m3fn
 _OF_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 _ANOTHER = "name another --attention-backend"
@@ -44,9 +45,18 @@ def check_arguments(args) -> None:
         )
 
 
-def check_runner(runner, topk: int | None, split: bool) -> None:
+def check_verification(algorithm: str | None, mode: str) -> None:
+    """Raises ValueError where drafts of different lengths would be verified at once; `mode` is SGLang's name for how."""
+    if (algorithm or "").upper() == "DSPARK" and mode != "static":
+        raise ValueError(
+            f"SGLANG_RAGGED_VERIFY_MODE is {mode}; the attention backend {NAME} verifies drafts of one length: set it "
+            f"to static, or {_ANOTHER}"
+        )
+
+
+def check_runner(runner, topk: int | None, also: dict[str, bool]) -> None:
     """Raises ValueError where a model's runner asks for what this backend lacks. `topk` says how many branches a draft
-    has, and `split` whether ranks hold parts of a sequence.
+    has, and `also` names what else SGLang may ask for, and says of each whether it does.
     """
     _check_page_size(runner.page_size)
     if runner.kv_cache_dtype not in (torch.float16, torch.bfloat16, E4M3):
@@ -58,6 +68,11 @@ def check_runner(runner, topk: int | None, split: bool) -> None:
         raise ValueError(
             f"The model is {runner.dtype}; the attention backend {NAME} takes 16-bit ones: --dtype bfloat16"
         )
+    if runner.kv_cache_dtype not in (runner.dtype, E4M3):
+        raise ValueError(
+            f"The cache of keys is {runner.kv_cache_dtype}, and the model {runner.dtype}; the attention backend {NAME} "
+            "reads 16-bit caches of the model's own type: pass --kv-cache-dtype auto"
+        )
     _check_drafts(topk)
     config = runner.model_config
     asked = {
@@ -65,7 +80,7 @@ def check_runner(runner, topk: int | None, split: bool) -> None:
         "chunked local attention": config.is_local_attention_model,
         "windows that know of the prefill (prefill-aware SWA)": getattr(runner, "prefill_aware_swa", False),
         "a unified pool (--enable-unified-memory)": runner.kv_index_translator.is_translating,
-        "a sequence that is split over ranks": split,
+        **also,
     }
     for what in (what for what, is_asked in asked.items() if is_asked):
         raise ValueError(f"SGLang asks for {what}, which the attention backend {NAME} does not support: {_ANOTHER}")
@@ -75,7 +90,7 @@ def _check_page_size(rows: int | None) -> None:
     if not rows or rows % PAGE_STEP:
         raise ValueError(
             f"`--page-size` is {rows}; the attention backend {NAME} reads pages of a multiple of {PAGE_STEP} rows: "
-            "pass --page-size 64"
+            f"pass --page-size {PAGE_SIZE}"
         )
 
 
@@ -88,7 +103,7 @@ def _check_drafts(topk: int | None) -> None:
 
 
 class Rule(NamedTuple):
-    """What a layer's attention is."""
+    """Holds what a layer's attention is."""
 
     heads: int
     heads_kv: int
@@ -102,9 +117,9 @@ class Rule(NamedTuple):
     in_window_pool: bool  # pages are those of the pool for layers with windows
 
 
-def rule_of(layer, latents: tuple[int, int] | None, in_window_pool: bool) -> Rule:
+def rule_of(layer, latents: tuple[int, int] | None, in_window_pool: bool, eight_bits: bool = False) -> Rule:
     """Returns the rule of one of SGLang's layers (RadixAttention), or raises NotImplementedError where it has another.
-    `latents` are the columns of keys and of values in the pool of a model with MLA.
+    `latents` are the columns of keys and of values in the pool of a model with MLA; `eight_bits` says of what pools are.
     """
     who = f"SGLang's layer {layer.layer_id}"
     if layer.is_cross_attention:
@@ -125,14 +140,20 @@ def rule_of(layer, latents: tuple[int, int] | None, in_window_pool: bool) -> Rul
         raise NotImplementedError(
             f"{who} has a temperature for each length, which the attention backend {NAME} lacks: {_ANOTHER}"
         )
+    is_latent = (layer.head_dim, layer.v_head_dim) == latents
+    is_dense = latents is not None and not is_latent
     for name, d in (("head", layer.head_dim), ("value", layer.v_head_dim)):
         if d % 8:
             raise NotImplementedError(
                 f"{who} has a {name} dim of {d}; the attention backend {NAME} takes multiples of 8: {_ANOTHER}"
             )
+        if eight_bits and not is_dense and d % 16:
+            raise NotImplementedError(
+                f"{who} has a {name} dim of {d}; from 8-bit pages the attention backend {NAME} takes multiples of 16: "
+                "pass --kv-cache-dtype auto, or bfloat16 where the model itself asks for 8 bits"
+            )
     side = layer.sliding_window_size
     window = (side, 0) if side is not None and side >= 0 else (-1, -1)
-    is_latent = (layer.head_dim, layer.v_head_dim) == latents
     return Rule(
         layer.tp_q_head_num,
         layer.tp_k_head_num,
@@ -142,7 +163,7 @@ def rule_of(layer, latents: tuple[int, int] | None, in_window_pool: bool) -> Rul
         window,
         float(layer.logit_cap or 0.0),
         is_latent,
-        latents is not None and not is_latent,
+        is_dense,
         in_window_pool,
     )
 

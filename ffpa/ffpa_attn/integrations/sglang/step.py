@@ -13,7 +13,7 @@ from .refusals import Rule
 
 @dataclass(slots=True)
 class Sequences:
-    """What all layers of a forward share. A captured graph's are views of buffers, which each replay fills anew."""
+    """Holds what all layers of a forward share. A captured graph's are views of buffers, which each replay fills anew."""
 
     cu_seqlens_q: torch.Tensor  # int32 [B + 1]
     seqused_k: torch.Tensor  # int32 [B], the keys of each sequence
