@@ -251,7 +251,7 @@ def test_images_see_both_ways(rule):
     assert_right(pool, rows, rule, q, out, masks=list(masks_of(rows, lengths, RANGES, rule.window)))
 
 
-@pytest.mark.parametrize("ranges", [{}, {0: []}, {0: [(4, 4)]}, {0: [(0, 3)], 1: [(50, 60)]}])
+@pytest.mark.parametrize("ranges", [{}, {0: []}, {0: [(7, 7)]}, {0: [(0, 3)], 1: [(50, 60)]}])
 def test_steps_without_images(ranges):
     offsets, lengths = torch.tensor([0, 4, 5]), torch.tensor([10, 40])  # rows 6 to 9, and 39
     assert images.find(ranges, offsets, lengths, torch.zeros(2, 4, dtype=torch.int32)) is None
