@@ -326,6 +326,27 @@ def decode_latent_vectors(config, cache, rows):
         pages.assert_attends(q[mine], keys, out[mine], causal=True, scale=192**-0.5)
 
 
+def test_graphs_of_latent_vectors_are_replayed_with_padding(config):
+    latent, lengths = Latent(config), [30, 3, 17, 8]
+    latent.builder.reorder_batch_threshold = 2
+    pool = pages.make(lengths, heads=1, d=576, d_v=512, layout="latent")
+    q, _ = pages.queries([4], heads=16, d=576)
+    offsets, used = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    table, slots = torch.zeros_like(pool.table), torch.full((4,), -1)
+    common = common_metadata([1] * 4, offsets, used, table, slots)
+    common.max_query_len, common.max_seq_len = 2, 1024
+    metadata = latent.builder.build_for_cudagraph_capture(common)
+    rows, keys = [2, 1, 0, 0], pool.sequences()
+    offsets[1:] = torch.tensor(rows).cumsum(0)
+    used.copy_(torch.tensor([30, 3, 0, 0]))
+    table[:2] = pool.table[:2]
+    with torch.inference_mode():
+        out, _ = latent.impl.forward_mqa(q, pool.k[:, :, 0], metadata, None)
+    for mine, of in ((slice(0, 2), keys[0]), (slice(2, 3), keys[1])):
+        pages.assert_attends(q[mine], of, out[mine], causal=True, scale=192**-0.5)
+    assert not out[3:].any()
+
+
 def test_mla_is_selected(config):
     config.attention_config.backend = AttentionBackendEnum["FFPA_MLA"]
     assert select(head_size=576, use_mla=True) is mla.FfpaMlaBackend
