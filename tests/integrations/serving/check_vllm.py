@@ -10,6 +10,7 @@ What is compiled is stubbed: functions of extensions raise, but for the one that
 in PyTorch. vLLM takes this machine for one with an H100.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -266,14 +267,17 @@ def test_a_batch_that_warms_up_is_of_the_kind_that_is_captured(config):
         assert builder.build_for_cudagraph_capture(common).max_seq_len == bound
 
 
-def test_images(config):
+@pytest.mark.parametrize("on_kernels", [False, True], ids=["", "on kernels"])
+def test_images(config, on_kernels):
     if not backend.FfpaBackend.supports_mm_prefix():
         pytest.skip("this release does not tell builders where images are")
     from test_vllm import masks_of
 
     ranges = {0: [(3, 9), (12, 20)], 3: [(5, 15)]}
     requests = Requests(layer_of(config, per_layer_sliding_window=17), config, LENGTHS)
-    q, out = requests.step(FIRST, mm_req_doc_ranges=ranges)
+    with emulate("sm_80", seed=3) if on_kernels else contextlib.nullcontext(True) as reports:
+        q, out = requests.step(FIRST, mm_req_doc_ranges=ranges)
+    assert reports
     requests.assert_right(FIRST, q, out, masks=list(masks_of(FIRST, FIRST, ranges, (16, -1))))
 
 
