@@ -17,6 +17,8 @@ import pytest
 import torch
 from ffpa_attn.integrations import vllm
 from ffpa_attn.integrations.vllm import attention, images, releases
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,13 +78,22 @@ def test_a_vllm_without_a_registry_is_named(monkeypatch, caplog):
     monkeypatch.setattr(releases, "found", lambda: "0.9.2")
     with caplog.at_level(logging.WARNING):
         vllm.register()
-    assert "vLLM 0.9.2 is too old" in caplog.text and ", ".join(releases.TRIED) in caplog.text
+    assert (
+        "vLLM 0.9.2 (too old) lacks what ffpa_attn needs: " in caplog.text and ", ".join(releases.TRIED) in caplog.text
+    )
 
 
-@pytest.mark.parametrize("version, says", [("0.99.0", "too new"), ("0.24.1", "unfit"), ("unknown", "too old")])
-def test_releases_are_told_apart(monkeypatch, version, says):
+@pytest.mark.parametrize(
+    "version, age",
+    [
+        ("0.99.0", "too new"), ("0.33.1", "between those that were tried"), ("0.19.2", "too old"),
+        ("unknown", "unknown age"), ("dev", "unknown age"), ("0.1.dev1+g12ab34c", "unknown age"),
+        ("0.34.1.dev77+g12ab34c.cu130", "unknown age"), ("0.24.0+cu130", "between those that were tried"),
+    ],
+)  # fmt: skip
+def test_releases_are_told_apart(monkeypatch, version, age):
     monkeypatch.setattr(releases, "found", lambda: version)
-    assert f"{version} is {says}" in releases.unfit(ImportError("no name"))
+    assert releases.unfit(ImportError("no name X")).startswith(f"vLLM {version} ({age}) lacks what ffpa_attn needs: no")
 
 
 def test_bounds_are_few_and_near():
@@ -182,6 +193,27 @@ def test_latent_vectors(dtype):
     assert_right(pool, rows, attention.Rule(scale), q, out, (of_keys[1], of_keys[1]))
 
 
+def test_a_graph_reads_its_buffers_anew():
+    """A captured call has room for requests that are not there at a replay: they have the last offset and no keys."""
+    pool = pages.make([30, 9, 17, 5], d=64)
+    offsets, used = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    table = torch.zeros_like(pool.table)
+    batch = attention.Batch(4, 4, offsets, attention.bound(30), used, table, torch.empty(0, dtype=torch.int64))
+    k, v = attention.pools(as_vllm_has_it(pool), 64, pool.k.dtype)
+    q, _ = pages.queries([4])
+    for rows in ([1, 1, 1, 1], [2, 1, 0, 0], [1, 2, 1, 0]):  # of requests in turn, from one batch to the next
+        offsets[1:] = torch.tensor(rows).cumsum(0)
+        used.copy_(torch.where(torch.tensor(rows) > 0, pool.used, 0))
+        table.copy_(pool.table)
+        table[torch.tensor(rows) == 0] = 10**6
+        out = torch.full_like(q, torch.nan)
+        attention.attend(q, k, v, batch, out, RULES["window"])
+        n = len([x for x in rows if x])
+        some = pages.Pool(pool.k, pool.v, pool.table[:n], pool.used[:n])
+        assert_right(some, rows[:n], RULES["window"], q, out)
+        assert not out[sum(rows) :].any()
+
+
 def test_a_run_that_measures_memory_sees_the_workspace(monkeypatch):
     taken = []
     monkeypatch.setenv("FFPA_WORKSPACE_MB", "3")
@@ -213,13 +245,60 @@ def test_images_see_both_ways(rule):
     rows, lengths = [25, 1, 4, 12], [25, 8, 4, 24]
     pool = pages.make(lengths, d=64)
     offsets = torch.tensor([0, *rows]).cumsum(0)
-    found = images.find(RANGES, offsets, pool.used, torch.device("cpu"))
-    assert found.requests.tolist() == [0, 0, 3] and found.seq_lens.tolist() == [10, 21, 24]
+    found = images.find(RANGES, offsets, pool.used, pool.table)
+    assert torch.equal(found.block_table, pool.table[[0, 0, 3]]) and found.seq_lens.tolist() == [10, 21, 24]
     q, out = run(pool, rows, rule, 64, images=found)
     assert_right(pool, rows, rule, q, out, masks=list(masks_of(rows, lengths, RANGES, rule.window)))
 
 
-@pytest.mark.parametrize("ranges", [{}, {0: []}, {0: [(4, 4)]}, {0: [(0, 3)], 1: [(50, 60)]}])
+@pytest.mark.parametrize("ranges", [{}, {0: []}, {0: [(7, 7)]}, {0: [(0, 3)], 1: [(50, 60)]}])
 def test_steps_without_images(ranges):
     offsets, lengths = torch.tensor([0, 4, 5]), torch.tensor([10, 40])  # rows 6 to 9, and 39
-    assert images.find(ranges, offsets, lengths, torch.device("cpu")) is None
+    assert images.find(ranges, offsets, lengths, torch.zeros(2, 4, dtype=torch.int32)) is None
+
+
+class Copies(TorchDispatchMode):
+    """Writes down what is copied to another device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            self.found.append((args[0].dtype, kwargs.get("non_blocking")))
+        return function(*args, **kwargs)
+
+    def __enter__(self):
+        self.found = []
+        return super().__enter__()
+
+
+def test_images_reach_a_gpu_by_one_copy_that_nobody_waits_for(monkeypatch):
+    empty, pinned = torch.empty, []
+
+    def made(*shape, pin_memory=False, **named):
+        pinned.append(pin_memory)
+        return empty(*shape, **named)
+
+    monkeypatch.setattr(torch, "empty", made)
+    offsets, lengths = torch.tensor([0, 25, 26, 38]), torch.tensor([25, 8, 24])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table = torch.zeros(3, 4, dtype=torch.int32, device="cuda")
+        with Copies() as copies:
+            found = images.find({0: [(3, 9), (12, 20)], 2: [(14, 23)]}, offsets, lengths, table)
+    assert found.block_table.shape == (3, 4) and found.rows.shape == (7 + 9 + 10,)
+    assert copies.found == [(torch.int32, True)]
+    assert pinned.count(True) == 1  # the others are those of tensors that are none
+
+
+def test_finding_images_does_not_wait_for_a_gpu(device):
+    if device != "cuda":
+        pytest.skip("a CPU is not waited for")
+    offsets, lengths = torch.tensor([0, 25, 26]), torch.tensor([25, 8])
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = images.find({0: [(3, 9), (12, 20)]}, offsets, lengths, table)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert found.rows.tolist() == [*range(3, 10), *range(12, 21)] and found.query_start_loc.tolist() == [0, 7, 16]
+    assert found.seq_lens.tolist() == [10, 21] and torch.equal(found.block_table, table[[0, 0]])

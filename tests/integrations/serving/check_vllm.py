@@ -10,6 +10,8 @@ What is compiled is stubbed: functions of extensions raise, but for the one that
 in PyTorch. vLLM takes this machine for one with an H100.
 """
 
+import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -29,16 +31,14 @@ from ffpa_attn.testing import emulate
 from vllm_stubs import DeviceCapability, Hopper
 
 plugin.register()
-from ffpa_attn.integrations.vllm import attention, backend, mla, releases  # noqa: E402
+from ffpa_attn.integrations.vllm import attention, backend, images, mla, releases  # noqa: E402
 from vllm.config import AttentionConfig, CacheConfig, VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.forward_context import set_forward_context  # noqa: E402
-from vllm.model_executor.layers.attention.attention import Attention  # noqa: E402
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata  # noqa: E402
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
+from vllm.v1.attention import backend as interface  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
-from vllm.v1.attention.selector import get_attn_backend  # noqa: E402
-
-CPU = torch.device("cpu")
-_names = map("model.layers.{}.attn".format, itertools.count())
+from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend  # noqa: E402
+from vllm.v1.worker.cp_utils import check_attention_cp_compatibility  # noqa: E402
+from vllm_layers import CPU, Latent, Requests, common_metadata, layer_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,8 @@ def config():
 
 
 # ---- what vLLM asks before it loads a model ----
+
+ATTRIBUTES = ("supports_pcp", "need_to_return_lse_for_decode")
 
 
 def test_this_release_is_one_that_was_tried():
@@ -110,6 +112,26 @@ def test_what_is_refused(given, reason):
         select(**given)
 
 
+@pytest.mark.parametrize("of", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    "name, given", [("FFPA", {"head_size": 512}), ("FFPA_MLA", {"head_size": 576, "use_mla": True})]
+)
+def test_contexts_over_several_gpus_are_refused(config, name, given, of):
+    """The worker asserts it once weights are loaded; newer releases ask before."""
+    found = AttentionBackendEnum[name]
+    config.attention_config.backend = found
+    impl = types.SimpleNamespace(**{x: getattr(found.get_class().get_impl_cls(), x) for x in ATTRIBUTES})
+    layer = mock.MagicMock(spec=AttentionLayerBase, impl=impl)
+    layer.get_attn_backend.return_value = found.get_class()
+    config.compilation_config.static_forward_context["a layer"] = layer
+    with mock.patch.object(config.parallel_config, f"{of}_context_parallel_size", 2):
+        if f"use_{of[0]}cp" in AttentionSelectorConfig._fields:
+            with pytest.raises(ValueError, match=f"{of[0].upper()}CP not supported"):
+                select(**given)
+        with pytest.raises(AssertionError, match="does not"):
+            check_attention_cp_compatibility(config)
+
+
 def test_an_older_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(Hopper, "capability", DeviceCapability(7, 5))
     with pytest.raises(ValueError, match="compute capability 8.0"):
@@ -151,133 +173,6 @@ def test_a_layer_that_wants_more_is_refused(option):
 # ---- layers ----
 
 
-def pool_of(layer, spec, count: int, layout: str) -> torch.Tensor:
-    """Returns an empty pool as the server would lay it out: logically [pages, heads, rows, D of K and D of V]."""
-    found = layer.attn_backend
-    shape = count, spec.num_kv_heads, spec.block_size, 2 * spec.head_size
-    order = (0, 2, 1, 3) if layout == "NHD" else (0, 1, 2, 3)
-    if hasattr(attention_base(), "get_kv_cache_shape"):
-        where = "vllm.v1.attention.backends.utils.get_kv_cache_layout"
-        with mock.patch(where, lambda: layout):
-            assert found.get_kv_cache_stride_order() == order
-            assert found.get_kv_cache_stride_order(True)[0] == 1  # pages first
-        sizes = count, spec.block_size, spec.num_kv_heads, spec.head_size
-        assert found.get_kv_cache_shape(*sizes, cache_dtype_str=layer.kv_cache_dtype) == shape
-        assert found.get_kv_cache_block_dim(*sizes[1:]) == 0 and found.supports_kv_connector() is False
-    assert spec.page_size_bytes == shape[1] * shape[2] * shape[3] * spec.dtype.itemsize
-    whole = torch.full([shape[i] for i in order], 0x7F, dtype=torch.uint8)  # NaN in 8 bits
-    if spec.dtype != torch.uint8:
-        whole = torch.full(whole.shape, torch.nan, dtype=spec.dtype)
-    return whole.permute([order.index(i) for i in range(4)])
-
-
-def attention_base():
-    return backend.FfpaBackend.__mro__[2]
-
-
-def common_metadata(rows, offsets, used, table, slots, **more) -> CommonAttentionMetadata:
-    """Returns what vLLM's runners give to builders."""
-    return CommonAttentionMetadata(
-        query_start_loc=offsets,
-        query_start_loc_cpu=offsets,
-        seq_lens=used,
-        num_reqs=len(rows),
-        num_actual_tokens=sum(rows),
-        max_query_len=max(rows),
-        max_seq_len=int(used.max()),
-        block_table_tensor=table,
-        slot_mapping=slots,
-        causal=True,
-        seq_lens_cpu_upper_bound=used,
-        **more,
-    )
-
-
-class Requests:
-    """Requests in the pages of one pool, whose keys and values are kept beside it."""
-
-    def __init__(self, layer, config, lengths, layout="NHD", seed=0):
-        self.layer, self.config = layer, config
-        with mock.patch.object(config, "model_config", types.SimpleNamespace(use_mla=False)):
-            self.spec = layer.get_kv_cache_spec(config)
-        self.size = self.spec.block_size
-        self.counts = [-(-n // self.size) for n in lengths]
-        self.generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(sum(self.counts) + 3, generator=self.generator) + 1  # page 0 is nobody's
-        self.table = torch.zeros(len(lengths), max(self.counts) + 1, dtype=torch.int32)
-        pages_of = order.split([*self.counts, 3])
-        for i, mine in enumerate(pages_of[:-1]):
-            self.table[i, : len(mine)] = mine
-        layer.kv_cache = pool_of(layer, self.spec, len(order) + 1, layout)
-        self.builder = layer.attn_backend.get_builder_cls()(self.spec, [layer.layer_name], config, CPU)
-        self.keys = [torch.empty(0, 2, layer.num_kv_heads, layer.head_size) for _ in lengths]
-
-    def step(self, rows, padding=0, **more):
-        """Adds these rows to the requests, and returns q and the attention of the layer [T, H, D]."""
-        layer, dtype = self.layer, self.dtype
-        total, lengths = sum(rows), [len(keys) for keys in self.keys]
-
-        def random(heads):
-            return torch.randn(total + padding, heads, layer.head_size, generator=self.generator).to(dtype)
-
-        q, k, v = random(layer.num_heads), random(layer.num_kv_heads), random(layer.num_kv_heads)
-        ends = list(itertools.accumulate(rows))
-        slots = []
-        for i, (n, old) in enumerate(zip(rows, lengths, strict=True)):
-            mine = slice(ends[i] - n, ends[i])
-            self.keys[i] = torch.cat([self.keys[i], torch.stack([k[mine], v[mine]], 1)])
-            slots += [int(self.table[i, at // self.size]) * self.size + at % self.size for at in range(old, old + n)]
-        slots = torch.tensor(slots + [-1] * padding)
-        used = torch.tensor([len(keys) for keys in self.keys], dtype=torch.int32)
-        offsets = torch.tensor([0, *ends], dtype=torch.int32)
-        batch = self.builder.build(0, common_metadata(rows, offsets, used, self.table, slots, **more))
-        assert batch.max_query_len >= max(rows) and batch.max_seq_len >= int(used.max())
-        return q, self.forward(q, k, v, batch, slots)
-
-    @property
-    def dtype(self):
-        return self.layer.kv_cache_torch_dtype if self.layer.kv_cache_torch_dtype.itemsize > 1 else torch.bfloat16
-
-    def forward(self, q, k, v, batch, slots=None):
-        name = self.layer.layer_name
-        where = {"slot_mapping": {} if slots is None else {name: slots}}
-        metadata = None if batch is None else {name: batch}
-        with set_forward_context(metadata, self.config, **where), torch.inference_mode():
-            out = self.layer(*(x.flatten(1) for x in (q, k, v)))
-        return out.view(len(q), self.layer.num_heads, -1).clone()
-
-    def assert_right(self, rows, q, out, masks=None):
-        ends, impl = list(itertools.accumulate(rows)), self.layer.impl
-        assert not out[ends[-1] :].any()
-        for i, n in enumerate(rows):
-            mine, keys = slice(ends[i] - n, ends[i]), list(self.keys[i].unbind(1))
-            if impl.has_eight_bits:
-                scales = self.layer._k_scale, self.layer._v_scale
-                keys = [(x / s).to(torch.float8_e4m3fn).float() * s for x, s in zip(keys, scales, strict=True)]
-            left = -1 if self.layer.sliding_window is None else self.layer.sliding_window - 1
-            see = {"causal": True, "window": (left, -1)} if masks is None else {"mask": masks[i]}
-            pages.assert_attends(q[mine], [x.to(q.dtype) for x in keys], out[mine], **self.layer.asked, **see)
-        page, last = divmod(len(self.keys[0]) - 1, self.size)
-        if not impl.has_eight_bits:  # keys come first in a row of the pool
-            row = self.layer.kv_cache[int(self.table[0, page]), :, last]
-            assert torch.equal(row, self.keys[0][-1].movedim(0, 1).flatten(1).to(row.dtype))
-
-
-def layer_of(config, heads=4, heads_kv=2, d=64, cache="bfloat16", size=16, **more) -> Attention:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16 if cache == "auto" else torch.bfloat16)
-    try:
-        config.cache_config = CacheConfig(block_size=size, cache_dtype=cache)
-        args = {"num_kv_heads": heads_kv, "cache_config": config.cache_config, "prefix": next(_names)}
-        layer = Attention(heads, d, 0.1, **args, **more)
-    finally:
-        torch.set_default_dtype(before)
-    layer.asked = {"scale": 0.1, "softcap": more.get("logits_soft_cap", 0.0), "sinks": more.get("sinks")}
-    layer.use_direct_call = True  # vLLM's operators are registered for GPUs
-    assert type(layer.impl) is backend.FfpaImpl and layer.backend.name == "FFPA" and layer.query_quant is None
-    return layer
-
-
 FIRST, NEXT = [30, 20, 0, 40], [1, 5, 25, 1]  # a request begins while others decode, one with several rows
 LENGTHS = [a + b for a, b in zip(FIRST, NEXT, strict=True)]
 LAYERS = {
@@ -311,7 +206,10 @@ def test_layers(config, options, size, layout):
     serve(config, layout, size, **options)
 
 
-@pytest.mark.parametrize("options", [LAYERS["all"], LAYERS["fp8"]], ids=["all", "fp8"])
+WIDE_FP8 = {"cache": "fp8", "d": 512, "heads_kv": 1}
+
+
+@pytest.mark.parametrize("options", [LAYERS["all"], LAYERS["fp8"], WIDE_FP8], ids=["all", "fp8", "D = 512, fp8"])
 def test_layers_on_kernels(config, options):
     with emulate("sm_80", seed=3) as reports:
         serve(config, "NHD", 16, **options)
@@ -327,10 +225,36 @@ def test_a_run_that_measures_memory(config):
     assert not out.any()
 
 
-def test_graphs_of_uniform_batches(config):
-    requests = Requests(layer_of(config), config, [5])
-    support = type(requests.builder).get_cudagraph_support(config, requests.spec)
-    assert support == AttentionCGSupport.UNIFORM_BATCH
+def test_graphs_are_replayed_with_padding(config):
+    """Captures a batch as the server does, and writes other requests into its buffers, fewer than it has room for."""
+    requests = Requests(layer_of(config, per_layer_sliding_window=17), config, LENGTHS)
+    requests.step(LENGTHS)
+    keys = requests.keys
+    for rows in ([1, 1, 0, 0], [2, 1, 1, 0]):  # of 4; uniform, and of drafts of which some were dropped
+        n = sum(x > 0 for x in rows)
+        offsets, used = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+        table, slots = torch.zeros_like(requests.table), torch.full((4,), -1)
+        common = common_metadata([1] * 4, offsets, used, table, slots)
+        common.max_query_len, common.max_seq_len = max(rows), max(LENGTHS)
+        batch = requests.builder.build_for_cudagraph_capture(common)
+        offsets[1:] = torch.tensor(rows).cumsum(0)
+        used[:n] = torch.tensor(LENGTHS[:n])
+        used[n:] = 0
+        table[:n] = requests.table[:n]
+        q, k, v = (torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        out = requests.forward(q, k, v, batch, slots)
+        requests.keys = keys[:n]
+        requests.assert_right(rows[:n], q, out)
+
+
+@pytest.mark.parametrize("drafts, rows", [(None, 1), (3, 4)])
+@pytest.mark.parametrize("found", [backend.FfpaBackend, mla.FfpaMlaBackend])
+def test_graphs_of_requests_that_differ_in_rows(config, found, drafts, rows):
+    speculative = drafts and types.SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    with mock.patch.object(config, "speculative_config", speculative):
+        assert found.get_builder_cls().get_varlen_cudagraph_max_query_len(config, None) == rows
+        if hasattr(interface, "max_decode_query_len"):  # older releases do not ask
+            assert interface.max_decode_query_len(config) == rows
 
 
 def test_a_batch_that_warms_up_is_of_the_kind_that_is_captured(config):
@@ -343,14 +267,17 @@ def test_a_batch_that_warms_up_is_of_the_kind_that_is_captured(config):
         assert builder.build_for_cudagraph_capture(common).max_seq_len == bound
 
 
-def test_images(config):
+@pytest.mark.parametrize("on_kernels", [False, True], ids=["", "on kernels"])
+def test_images(config, on_kernels):
     if not backend.FfpaBackend.supports_mm_prefix():
         pytest.skip("this release does not tell builders where images are")
     from test_vllm import masks_of
 
     ranges = {0: [(3, 9), (12, 20)], 3: [(5, 15)]}
     requests = Requests(layer_of(config, per_layer_sliding_window=17), config, LENGTHS)
-    q, out = requests.step(FIRST, mm_req_doc_ranges=ranges)
+    with emulate("sm_80", seed=3) if on_kernels else contextlib.nullcontext(True) as reports:
+        q, out = requests.step(FIRST, mm_req_doc_ranges=ranges)
+    assert reports
     requests.assert_right(FIRST, q, out, masks=list(masks_of(FIRST, FIRST, ranges, (16, -1))))
 
 
@@ -368,35 +295,20 @@ def test_layers_that_are_not_causal_are_refused(config):
 # ---- MLA ----
 
 
-class Latent:
-    """The builder and the layer of a model whose latent vectors have 576 columns; prompts are not run here."""
-
-    def __init__(self, config, cache="auto"):
-        dims = {
-            "q_lora_rank": 32,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        }
-        name = next(_names)
-        config.compilation_config.static_forward_context[name] = mock.MagicMock(**dims, num_heads=16)
-        config.model_config = mock.MagicMock(dtype=torch.bfloat16, max_model_len=1024)
-        config.model_config.get_head_size.return_value = 576
-        config.model_config.get_num_attention_heads.return_value = 16
-        for key, value in dims.items():
-            setattr(config.model_config.hf_text_config, key, value)
-        spec = mock.MagicMock(block_size=16)
-        self.builder = mla.FfpaMlaMetadataBuilder(spec, [name], config, CPU)
-        dims.pop("q_lora_rank")
-        more = {"q_lora_rank": 32, "qk_head_dim": 192, "kv_b_proj": None}
-        rest = None, None, cache, None, "decoder", None
-        self.impl = mla.FfpaMlaImpl(16, 576, 192**-0.5, 1, *rest, **dims, **more)
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("rows", [[1, 1, 1], [2, 2, 2], [2, 1, 2]], ids=["a row each", "drafts", "drafts dropped"])
+def test_latent_vectors(config, cache, rows):
+    decode_latent_vectors(config, cache, rows)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-@pytest.mark.parametrize("rows", [[1, 1, 1], [2, 2, 2]], ids=["a row each", "drafts"])
-def test_latent_vectors(config, cache, rows):
+def test_latent_vectors_on_kernels(config, cache):
+    with emulate("sm_80", seed=3) as reports:
+        decode_latent_vectors(config, cache, [1, 1, 1])
+    assert reports
+
+
+def decode_latent_vectors(config, cache, rows):
     latent, lengths = Latent(config, cache), [30, 3, 17]
     latent.builder.reorder_batch_threshold = max(rows)
     dtype, scale = (torch.float8_e4m3fn, 0.5) if cache == "fp8" else (torch.bfloat16, 1.0)
@@ -418,6 +330,27 @@ def test_latent_vectors(config, cache, rows):
         pages.assert_attends(q[mine], keys, out[mine], causal=True, scale=192**-0.5)
 
 
+def test_graphs_of_latent_vectors_are_replayed_with_padding(config):
+    latent, lengths = Latent(config), [30, 3, 17, 8]
+    latent.builder.reorder_batch_threshold = 2
+    pool = pages.make(lengths, heads=1, d=576, d_v=512, layout="latent")
+    q, _ = pages.queries([4], heads=16, d=576)
+    offsets, used = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    table, slots = torch.zeros_like(pool.table), torch.full((4,), -1)
+    common = common_metadata([1] * 4, offsets, used, table, slots)
+    common.max_query_len, common.max_seq_len = 2, 1024
+    metadata = latent.builder.build_for_cudagraph_capture(common)
+    rows, keys = [2, 1, 0, 0], pool.sequences()
+    offsets[1:] = torch.tensor(rows).cumsum(0)
+    used.copy_(torch.tensor([30, 3, 0, 0]))
+    table[:2] = pool.table[:2]
+    with torch.inference_mode():
+        out, _ = latent.impl.forward_mqa(q, pool.k[:, :, 0], metadata, None)
+    for mine, of in ((slice(0, 2), keys[0]), (slice(2, 3), keys[1])):
+        pages.assert_attends(q[mine], of, out[mine], causal=True, scale=192**-0.5)
+    assert not out[3:].any()
+
+
 def test_mla_is_selected(config):
     config.attention_config.backend = AttentionBackendEnum["FFPA_MLA"]
     assert select(head_size=576, use_mla=True) is mla.FfpaMlaBackend
@@ -430,46 +363,81 @@ def test_mla_is_selected(config):
 # ---- an engine ----
 
 
-@pytest.mark.parametrize("d", [64, 512])
-def test_an_engine_on_this_cpu(d):
+@pytest.mark.parametrize("how", [["64"], ["512"], ["64", "wrong"]], ids=" ".join)
+def test_an_engine_on_this_cpu(how):
     """Serves a tiny model, prompts in chunks beside requests that decode, and compares with transformers' attention."""
     if releases.found() < "0.24":
         pytest.skip("the engine of this release has its worker in another process, whose calls nobody counts")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, Path(__file__).with_name("engine_vllm.py"), str(d)]
+    command = [sys.executable, Path(__file__).with_name("engine_vllm.py"), *how]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
-    found = re.search(r"(\d+) of (\d+) tokens are the same; (\d+) calls of ffpa, (\d+) with prompts", run.stdout)
+    found = re.search(r"of (\d+) tokens (\d+) are .* same, (\d+) .* wrong; (\d+) calls of ffpa, (\d+)", run.stdout)
     assert found, run.stdout + run.stderr
-    same, total, calls, of_prompts = map(int, found.groups())
-    assert same > 0.95 * total and total == 4 * 24 and calls > of_prompts > 4
+    total, same, wrong, calls, of_prompts = map(int, found.groups())
+    assert total == 4 * 24 and calls > of_prompts > 4
+    if "wrong" in how:
+        assert wrong > 0.1 * total, run.stdout
+    else:
+        assert wrong == 0 and same > 0.9 * total, run.stdout
 
 
 # ---- host time ----
 
 
-@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
-def test_time_on_the_host(config, cache, capsys):
-    """Measures the plugin's Python alone, on this machine's CPU: ffpa's call does nothing, nor does vLLM's writer."""
-    layer = layer_of(config, d=512, heads_kv=1, cache=cache)
+def time_of(call, name: str, capsys) -> float:
+    """Measures and prints the median of the plugin's Python in a call, in microseconds; ffpa's calls do nothing. Time in
+    which others have the core does not count.
+    """
+    with mock.patch.object(attention, "ffpa_varlen", lambda q, *args, **named: q), torch.inference_mode():
+        times = []
+        for _ in range(21):
+            time.sleep(0.05)  # so that no burst of other work slows most of the rounds
+            begin = time.thread_time()
+            for _ in range(300):
+                call()
+            times.append((time.thread_time() - begin) / 300 * 1e6)
+    median = sorted(times)[10]
+    with capsys.disabled():
+        print(f"\n{name}: {median:.1f} us of the plugin's Python on this CPU, ffpa's calls mocked")
+    return median
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "images"])
+def test_time_on_the_host(config, kind, capsys):
+    """Measures a layer, with vLLM's writer mocked. Images take two more of PyTorch's operators, which copy rows."""
+    layer = layer_of(config, d=512, heads_kv=1, cache="bfloat16" if kind == "images" else kind)
     requests = Requests(layer, config, [20, 20])
     q, k, v = (torch.randn(2, heads, 512, dtype=torch.bfloat16) for heads in (4, 1, 1))
     ints = torch.tensor([0, 1, 2], dtype=torch.int32)
+    of_images = attention.Images(ints.long()[:2], ints[:2], ints[1:2], requests.table[:1], 2, 20)
     batch = attention.Batch(2, 1, ints, 20, ints[1:], requests.table, ints.long()[:2])
+    batch.images = of_images if kind == "images" else None
     impl, pool, out = layer.impl, layer.kv_cache, torch.empty_like(q)
     impl.write = lambda *args: None
-    with mock.patch.object(attention, "ffpa_varlen", lambda *args, **named: None), torch.inference_mode():
 
-        def once():
-            impl.do_kv_cache_update(layer, k, v, pool, batch.slot_mapping)
-            impl.forward(layer, q, k, v, pool, batch, out)
+    def once():
+        impl.do_kv_cache_update(layer, k, v, pool, batch.slot_mapping)
+        impl.forward(layer, q, k, v, pool, batch, out)
 
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            for _ in range(500):
-                once()
-            times.append((time.perf_counter() - begin) / 500 * 1e6)
-    with capsys.disabled():
-        print(f"\n{cache}: {sorted(times)[10]:.1f} us a layer of the plugin's Python, on this CPU, calls mocked")
-    assert min(times) <= 30
+    assert time_of(once, f"a layer, {kind}", capsys) <= 30
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_time_on_the_host_of_latent_vectors(config, cache, capsys):
+    latent, ints = Latent(config, cache), torch.tensor([0, 1, 2], dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if cache == "fp8" else torch.bfloat16
+    pool, table = torch.zeros(4, 16, 576).to(dtype), torch.zeros(2, 4, dtype=torch.int32)
+    metadata = latent.builder.build(0, common_metadata([1, 1], ints, ints[1:], table, ints.long()[:2]))
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(1.0))
+    parts = torch.randn(2, 16, 576, dtype=torch.bfloat16).split([512, 64], 2)
+    once = functools.partial(latent.impl.forward_mqa, parts, pool, metadata, layer)
+    assert time_of(once, f"a layer of MLA, {cache}", capsys) <= 30
+
+
+def test_time_on_the_host_of_finding_images(capsys):
+    """Measures what a step with images takes once for each kind of layers."""
+    ranges = {i: [(0, 255), (300, 555)] for i in range(4)}
+    offsets, lengths = torch.arange(0, 2401, 600), torch.full((4,), 600)
+    once = functools.partial(images.find, ranges, offsets, lengths, torch.zeros(4, 38, dtype=torch.int32))
+    assert time_of(once, "8 images of 256 rows, once a step", capsys) <= 100

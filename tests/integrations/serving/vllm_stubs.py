@@ -7,7 +7,7 @@ import torch
 
 
 class _Stub(types.ModuleType):
-    """An extension that is not there."""
+    """Stands in for an extension that is not there."""
 
     __path__ = ()
 

@@ -14,19 +14,19 @@ EIGHT_BITS = torch.float8_e4m3fn
 
 
 class Images(NamedTuple):
-    """Rows of images that see each other both ways; `images.py` finds them. They are packed sequences of their own."""
+    """The images of a step are packed sequences of their own, whose rows see each other; `images.py` finds them."""
 
     rows: torch.Tensor  # int64 [R], where they are among all rows
     query_start_loc: torch.Tensor  # int32 [S + 1]
     seq_lens: torch.Tensor  # int32 [S], the keys up to the last of each image
-    requests: torch.Tensor  # int64 [S], whose they are
+    block_table: torch.Tensor  # int32 [S, entries], the pages of the request of each
     max_query_len: int
     max_seq_len: int
 
 
 @dataclass
 class Batch:
-    """What all layers of a kind share in one step; the names are those of vLLM's own backends."""
+    """All layers of a kind share a batch in one step; the names are those of vLLM's own backends."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -40,7 +40,7 @@ class Batch:
 
 
 class Rule(NamedTuple):
-    """What a layer's scores go by."""
+    """A layer's scores go by a rule."""
 
     scale: float
     window: tuple[int, int] = (-1, -1)
@@ -94,8 +94,9 @@ def attend(
     images = batch.images
     if images is not None:
         packed = images.query_start_loc, None, images.max_query_len, images.max_seq_len
-        where = {"block_table": batch.block_table[images.requests], "seqused_k": images.seq_lens}
-        out[images.rows] = ffpa_varlen(q[images.rows], k_pages, v_pages, *packed, **where, **how)
+        where = {"block_table": images.block_table, "seqused_k": images.seq_lens}
+        both_ways = ffpa_varlen(q.index_select(0, images.rows), k_pages, v_pages, *packed, **where, **how)
+        out.index_copy_(0, images.rows, both_ways)
 
 
 def attend_latent(

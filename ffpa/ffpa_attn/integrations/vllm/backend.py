@@ -1,4 +1,4 @@
-"""The backend "FFPA" of vLLM: what it serves, what it makes of a step, and a layer's attention."""
+"""This module is the backend "FFPA" of vLLM: it says what is served, makes a batch of a step, and attends."""
 
 from __future__ import annotations
 
@@ -36,17 +36,27 @@ def reason_against(head_size: int, dtype: torch.dtype, cache: str | None, capabi
     return None
 
 
+def rows_of_decoding(vllm_config) -> int:
+    """Returns how many rows a request that decodes has at most: one, and those of its drafted tokens."""
+    drafts = vllm_config.speculative_config
+    return 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)
+
+
 class FfpaMetadataBuilder(AttentionMetadataBuilder[Batch]):
     """Makes of a step what all layers of a kind share."""
 
-    # A captured call may be replayed with other lengths, of mixed batches too; only uniform ones are claimed.
+    # A captured call may be replayed with other lengths; beside uniform batches vLLM asks for those that decode.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        drafts = vllm_config.speculative_config
-        self.few_rows = 1 + (drafts.num_speculative_tokens or 0 if drafts else 0)  # of a request that decodes
+        self.few_rows = rows_of_decoding(vllm_config)
         self.most_keys = vllm_config.model_config.max_model_len if vllm_config.model_config else 0
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int | None:
+        """Returns how many rows the requests of a captured batch may have, each its own number of them."""
+        return rows_of_decoding(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -59,7 +69,7 @@ class FfpaMetadataBuilder(AttentionMetadataBuilder[Batch]):
             )
         ranges = getattr(common, "mm_req_doc_ranges", None)
         of_images = ranges and images.find(
-            ranges, common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, self.device
+            ranges, common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.block_table_tensor
         )
         rows = common.max_query_len
         return Batch(
@@ -120,7 +130,7 @@ class FfpaBackend(releases.StandardPool, AttentionBackend):
 
 
 class FfpaImpl(AttentionImpl[Batch]):
-    """The attention of one layer."""
+    """Computes the attention of one layer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The backend "FFPA_MLA" of vLLM: MLA's decoding on latent vectors, of which values are the first columns of keys."""
+"""This module is the backend "FFPA_MLA" of vLLM: MLA decodes on latent vectors, whose first columns are the values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from . import releases
 from .attention import Batch, attend_latent, bound, longest_keys, reserve
-from .backend import CACHES, reason_against
+from .backend import CACHES, reason_against, rows_of_decoding
 
 try:
     from vllm.model_executor.layers.attention.mla_attention import (
@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 class LatentBatch(Batch):
-    """A batch of rows that decode, with what vLLM's own code reads of one."""
+    """Holds rows that decode, with what vLLM's own code reads of a batch."""
 
     dcp_tot_seq_lens = None
 
@@ -35,9 +35,14 @@ class FfpaMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config, kv_cache_spec) -> int | None:
+        """Returns how many rows the requests of a captured batch may have, each its own number of them."""
+        return rows_of_decoding(vllm_config)
+
     def _build_decode(self, **given) -> LatentBatch:
         """Takes vLLM's keywords, of which newer releases have more."""
-        longest = given.get("max_query_len") or int(given["query_start_loc_cpu"].diff().max())
+        longest = given.get("max_query_len") or self.reorder_batch_threshold
         return LatentBatch(
             given["num_decode_tokens"],
             bound(longest),
@@ -77,7 +82,9 @@ class FfpaMlaBackend(MLACommonBackend):
 
 
 class FfpaMlaImpl(MLACommonImpl[MLACommonMetadata]):
-    """MLA's attention of one layer."""
+    """Computes MLA's attention of one layer where it decodes; prompts are vLLM's own work."""
+
+    supports_pcp: bool = False  # vLLM takes it for granted of MLA
 
     def __init__(
         self,

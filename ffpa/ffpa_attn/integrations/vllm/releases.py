@@ -16,15 +16,18 @@ def found() -> str:
         return "unknown"
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+def _age(version: str) -> str:
+    """Returns how old a release is beside those that were tried; a number of a commit's own build says nothing."""
+    here, first, last = (tuple(map(int, re.findall(r"\d+", x)[:2])) for x in (version, TRIED[0], TRIED[-1]))
+    if not here or "dev" in version:
+        return "unknown age"
+    return "too old" if here < first else "too new" if here > last else "between those that were tried"
 
 
 def unfit(error: Exception) -> str:
-    """Says why this release of vLLM cannot have the backends."""
-    here = found()
-    age = "too old" if _minor(here) < _minor(TRIED[0]) else "too new" if _minor(here) > _minor(TRIED[-1]) else "unfit"
-    return f"vLLM {here} is {age} for ffpa_attn ({error}); install one that was tried: {', '.join(TRIED)}"
+    """Says what this vLLM lacks, without which it cannot have the backends."""
+    here, tried = found(), ", ".join(TRIED)
+    return f"vLLM {here} ({_age(here)}) lacks what ffpa_attn needs: {error}; install one that was tried: {tried}"
 
 
 def member(name: str, path: str):
