@@ -556,5 +556,5 @@ def test_rows_of_pages():
     assert chunks.flops == 2 * 32 * 4 * 128 * sum(range(33, 41))
     line = paged.row({"case": str(chunks), "ms": of_all, "ratios": of_all, "tflops": of_all})
     assert line.count("|") == paged.HEADER.count("|")
-    assert len(list(paged.cases(paged.KINDS, paged.HEADS, quick=False))) == len(paged.HEADS) * 8
+    assert len(list(paged.cases(paged.KINDS, paged.HEADS, quick=False))) == len(paged.HEADS) * 14
     assert max(paged.ragged(64, 4096)) == 4096 and min(paged.ragged(64, 4096)) >= 1

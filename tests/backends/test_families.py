@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ffpa_attn import env, ffpa, ffpa_fp8, quantize_fp8
+from ffpa_attn import env, ffpa, ffpa_fp8, ffpa_with_kvcache, quantize_fp8
 from ffpa_attn.backends import two_phase
 from ffpa_attn.backends.append import append
 from ffpa_attn.operators import ops
@@ -32,6 +32,12 @@ def appended_rows() -> None:
     append(rows, rows, pages, pages.clone(), torch.zeros(1, dtype=torch.int32))
 
 
+def attention_on_pages_of_8_bits() -> None:
+    q, pages = torch.randn(1, 1, 1, 64).bfloat16(), torch.zeros(128, 16, 1, 64).to(torch.float8_e4m3fn)
+    table = torch.arange(128, dtype=torch.int32)[None]
+    ffpa_with_kvcache(q, pages, pages.clone(), cache_seqlens=2000, block_table=table)
+
+
 def attention_of_8_bits() -> None:
     q, k, v = (quantize_fp8(torch.randn(1, 1, 8, 512))[0] for _ in range(3))
     ffpa_fp8(q, k, v)
@@ -46,6 +52,7 @@ CALLS = [
     ("mma", True, lambda: attention(640, 8, 72)),
     ("mma", False, attention_with_sinks),
     ("mma", False, appended_rows),
+    ("mma", False, attention_on_pages_of_8_bits),
     ("hopper", False, lambda: attention(64, 8, 8, gradients=True)),
     ("hopper", False, lambda: attention(384, 8, 8)),
     ("hopper", True, lambda: attention(768, 8, 8)),

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pages
 import pytest
 import torch
+from ffpa_attn import env
 from ffpa_attn.integrations import sglang as plugin
 from ffpa_attn.integrations.sglang import refusals, step
 
@@ -24,7 +26,8 @@ TOKENS = 320  # of a request, at most
 def test_importing_it_imports_nothing_of_sglang():
     modules = "ffpa_attn, ffpa_attn.integrations.sglang, ffpa_attn.integrations.sglang.step"
     code = f"import sys, {modules}; print([x for x in sys.modules if x.split('.')[0] == 'sglang'])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = env.child_environment(PYTHONPATH=os.pathsep.join(sys.path))
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.strip().endswith("[]"), run.stdout + run.stderr
 
 

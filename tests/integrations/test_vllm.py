@@ -4,6 +4,7 @@ import enum
 import importlib
 import itertools
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -15,6 +16,7 @@ import oracle
 import pages
 import pytest
 import torch
+from ffpa_attn import env
 from ffpa_attn.integrations import vllm
 from ffpa_attn.integrations.vllm import attention, images, releases
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,7 +29,8 @@ def test_importing_it_needs_no_vllm():
     code = (
         "import sys, ffpa_attn.integrations.vllm.images; print(*[x for x in sys.modules if x.split('.')[0] == 'vllm'])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = env.child_environment(PYTHONPATH=os.pathsep.join(sys.path))
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout == "\n"
 
 
