@@ -32,16 +32,6 @@ BF16, F16 = torch.bfloat16, torch.float16
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """Gives a list that grows with each call that ffpa gets."""
-    calls, ffpa = [], sdpa_override.ffpa
-    monkeypatch.setattr(
-        sdpa_override, "ffpa", lambda *args, **options: (calls.append(options), ffpa(*args, **options))[1]
-    )
-    return calls
-
-
 @contextmanager
 def enabled():
     enable_sdpa()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ffpa_attn.backends import sdpa as sdpa_backend
-from ffpa_attn.integrations import sdpa_dispatch, sdpa_override, torch_attention
+from ffpa_attn.integrations import sdpa_dispatch, torch_attention
 from ffpa_attn.testing import emulate
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import attention
@@ -363,16 +363,6 @@ def test_releases_without_results_of_the_callers(monkeypatch, device):
 
 
 # ---- the dense function ----
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """Gives a list that grows with each call that ffpa gets."""
-    calls, ffpa = [], sdpa_override.ffpa
-    monkeypatch.setattr(
-        sdpa_override, "ffpa", lambda *args, **options: (calls.append(options), ffpa(*args, **options))[1]
-    )
-    return calls
 
 
 @pytest.mark.parametrize("causal", [False, True])
