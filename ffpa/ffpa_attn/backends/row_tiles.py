@@ -6,6 +6,7 @@ anything else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,9 +25,10 @@ MOST_TILES = 2**31 - 2**16  # a count of 32 bits, in which each block takes one 
 PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as AttentionParams::part_columns does
 MOST_PARTS = 64
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
-_LOOKS = 2.0  # microseconds by which an item in pages begins later: its length and the table are read before its keys
+_SPREAD = 0.8  # standard deviations of a number of items, to either side of its mean, that are looked at
 _MERGE = 2.5  # microseconds of the launch that merges parts
-_BANDWIDTH_OF_PARTS = 4.0e6  # bytes of parts that are written and read in a microsecond
+# Bytes of parts that are written and read in a microsecond, where all sequences have as many keys, and where not.
+_BANDWIDTH_OF_PARTS = {False: 4.0e6, True: 2.0e6}
 
 
 class Scratch(NamedTuple):
@@ -108,10 +110,11 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
     of_item = longest * max(pace.of_key, bytes_of_key / (pace.bandwidth / readers)) + pace.ends
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
     of_items = waves * of_item
-    if _is_ragged(p, pace, tile_heads) and items < 4 * blocks * parts:
-        of_items = (of_items + _ragged(items // parts, parts, of_item, pace)) / 2
+    ragged = _is_ragged(p, pace, tile_heads)
+    if ragged:
+        of_items = _ragged(p.batch, items // parts, parts, longest, bytes_of_key, pace)
     rows = p.batch * p.heads_q * p.n_q
-    merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS if parts > 1 else 0
+    merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS[ragged] if parts > 1 else 0
     return of_items + merge
 
 
@@ -120,18 +123,28 @@ def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
     return p.pages is not None and p.batch > 1 and p.n_q * tile_heads <= pace.rows
 
 
-def _ragged(tiles: int, parts: int, of_item: float, pace: Pace) -> float:
-    """Estimates the items of few tiles whose sequences have any number of keys up to the longest, of which all are as likely:
-    they keep all blocks busy but for the last ones, which began when others had nothing left. Where tiles are a fifth to a half
-    of the blocks, as was measured, items come in waves, and few blocks read the last one almost as fast as all would.
+def _ragged(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: float, pace: Pace) -> float:
+    """Estimates the items of sequences that have any number of keys up to the longest, of which all are as likely. How many
+    items have keys is then a random number, whose mean is half of all: this is the mean over _SPREAD of its standard
+    deviations around that. Whole waves of blocks have items of mean length. The last wave has longer ones, and its
+    blocks, if they are few, read faster.
     """
-    of_work = tiles * ((of_item - pace.ends) * parts / 2 + pace.ends * (parts + 1) / 2)
-    if not pace.blocks / 5 <= tiles < pace.blocks / 2:
-        return max(of_item, of_work / pace.blocks + of_item / 2)
-    items = tiles * (parts + 1) / 2  # that have keys
-    whole, rest = divmod(items / pace.blocks, 1)
-    waves = whole + (max(rest, _LEAST_READERS) if rest else 0)
-    return max(of_item, (of_work / items + _LOOKS) * waves)
+    items = tiles * (parts + 1) / 2 if parts > 1 else tiles  # that have keys
+    shorter = tiles * parts / 2 / items
+    alone = part_keys * pace.of_key  # microseconds of an item whose block alone reads, and of one where all do
+    together = max(part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone)
+    enough = alone / together  # part of the blocks that reads as fast as all do
+
+    def up_to(waves: float) -> float:  # the sum of the times of all numbers of waves from none on
+        whole, rest = divmod(waves, 1)
+        of_last = [alone * x if x <= enough else (alone * enough + together * x * x) / 2 for x in (1, rest)]
+        return together * shorter * whole * ((whole - 1) / 2 + rest) + of_last[0] * whole + of_last[1]
+
+    mean = items / pace.blocks
+    more = tiles * parts / math.sqrt(12 * batch) * _SPREAD / pace.blocks
+    least = max(mean - more, 0)
+    of_waves = (up_to(mean + more) - up_to(least)) / (mean + more - least)
+    return max(of_waves, together * min(mean, 1), alone) + pace.ends * max(mean, 1)
 
 
 def fastest_parts(
