@@ -52,6 +52,12 @@ MUTANTS = [
         ("pages: the first columns of V in both blocks", "arguments_.v, rank_ * kOwnColumns", "arguments_.v, 0 * kOwnColumns"),
     ),
     *edits_in(
+        "csrc/attention/forward/wgmma_block.cuh",
+        _TESTS,
+        ("pages: parts without keys that nobody hears of leave sums of anything", "-kInfinity, -kInfinity, 0, true);", "-kInfinity, -kInfinity, 0, false);"),
+        ("pages: parts with keys end with those without", "if (has_keys(rows)) return false;", "if (!has_keys(rows)) return false;"),
+    ),
+    *edits_in(
         "csrc/attention/forward/wgmma_latent.cuh",
         _TESTS,
         ("pages: tiles begin where a window does", "kFirstStep = Fields::kPaged ? tile::kBox : 1", "kFirstStep = 1"),

@@ -9,6 +9,7 @@
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/rows/row_tiles.cuh"
+#include "attention/softmax.cuh"
 #include "base/compiler.h"
 #include "ptx/instructions.cuh"
 #include "tile/box_ring.cuh"
@@ -69,6 +70,22 @@ class WgmmaBlock {
   FFPA_DEVICE auto item_queue() const { return typename Config::Items(smem_ + offsetof(Smem, items)); }
   FFPA_DEVICE auto queries() const {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
+  }
+
+  // The warp that takes items calls this, with what says whether a row tile, or its part of the keys, has keys. Parts
+  // without keys end here, ahead of the warps that multiply: rows of them have sums of zero, and nobody reads their O.
+  template <class HasKeys>
+  FFPA_DEVICE int take_item(typename Config::Items& items, void* counter_gmem, const HasKeys& has_keys) const {
+    return items.take(counter_gmem, arguments_.row_tiles.count(), lane_, [&](int item) {
+      if (params_.splits == 1) return false;
+      const SharedRowTile rows = arguments_.row_tiles.get(params_, item);
+      if (has_keys(rows)) return false;
+      FFPA_NO_UNROLL
+      for (int row = lane_; row < rows.count(); row += 32) {
+        finish_row(params_, rows, row, -kInfinity, -kInfinity, 0, true);
+      }
+      return true;
+    });
   }
 
   // Returns the keys of the row tile that a warp keeps, as one that brings them takes them.

@@ -85,7 +85,7 @@ template <class Config>
 class ForwardWgmmaFused : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::take_item, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   static constexpr int kRows = Config::kRows;
@@ -117,9 +117,9 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   FFPA_DEVICE void produce(int warp) const {
     Producer producer(ring(), lane_, warp);
     auto items = item_queue();
+    const auto has_keys = [&](const SharedRowTile& rows) { return !visible_part(rows, kKeys, params_).is_empty(); };
     bring_row_tiles(
-        warp,
-        [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        warp, [&] { return warp > 0 ? items.get(lane_) : take_item(items, params_.scratch, has_keys); },
         [&](const SharedRowTile& rows, auto& keys) {
           const TileRange tiles = visible_part(rows, kKeys, params_);
           const int n_k = rows.n_k();

@@ -103,7 +103,7 @@ template <class Config>
 class ForwardWgmmaLatent : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::take_item, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   using Tails = typename Config::Tails;
@@ -146,9 +146,11 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
     tile::BoxProducer<Ring, Config::kProducers> producer(ring(), lane_, warp);
     tile::BoxProducer<Tails, Config::kProducers> tail_producer(tails(), lane_, warp);
     auto items = item_queue();
+    const auto has_keys = [&](const SharedRowTile& rows) {
+      return !visible_part_from_first<Config::kFirstStep>(rows, kKeys, params_).is_empty();
+    };
     bring_row_tiles(
-        warp,
-        [&] { return warp > 0 ? items.get(lane_) : items.take(params_.scratch, arguments_.row_tiles.count(), lane_); },
+        warp, [&] { return warp > 0 ? items.get(lane_) : take_item(items, params_.scratch, has_keys); },
         [&](const SharedRowTile& rows, auto& keys) {
           const Run part = visible_part_from_first<Config::kFirstStep>(rows, kKeys, params_);
           const int n_k = rows.n_k();

@@ -98,7 +98,7 @@ template <class Config>
 class ForwardWgmmaPair : WgmmaBlock<Config> {
   using Base = WgmmaBlock<Config>;
   using Base::arguments_, Base::params_, Base::lane_, Base::warp_, Base::smem_;
-  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::bring_row_tiles;
+  using Base::ring, Base::kept_rows, Base::item_queue, Base::queries, Base::take_item, Base::bring_row_tiles;
   using Element = typename Config::Dtype;
   using Ring = typename Config::Ring;
   using Smem = typename Config::Smem;
@@ -148,7 +148,10 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     auto items = item_queue();
     const auto next_item = [&] {
       if (warp > 0) return items.get(lane_);
-      if (rank_ == 0) return items.take(params_.scratch, arguments_.row_tiles.count(), lane_);
+      if (rank_ == 0) {
+        return take_item(items, params_.scratch,
+                         [&](const SharedRowTile& rows) { return !visible_part(rows, kKeys, params_).is_empty(); });
+      }
       items.expect(lane_);
       return items.get(lane_);
     };

@@ -138,11 +138,10 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
     Producer producer(ring(), lane_, warp);
     const KeptRows kept = kept_rows(warp);
     auto items = item_queue();
+    const auto has_keys = [&](const SharedRowTile& rows) { return !visible_part(rows, kKeys, params_).is_empty(); };
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_,
-        [&] {
-          return warp > 0 ? items.get(lane_) : items.take(scratch().taken(), arguments_.row_tiles.count(), lane_);
-        },
+        [&] { return warp > 0 ? items.get(lane_) : Base::take_item(items, scratch().taken(), has_keys); },
         [&] {
           auto keys = Base::keys_of(kept);
           Chunk::for_each(params_, kept.get(), [&](const Chunk& chunk) {

@@ -36,13 +36,20 @@ class ItemQueue {
     }
   }
 
-  // All lanes of one warp call this: it takes the next of `count` items, or one beyond them, and passes it to the other
-  // warps. Nobody touches the counter where the items that blocks begin with are all there are (persistent_shape()).
-  FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
+  // All lanes of one warp call this: it takes the next of `count` items of which ends(item) does not say that nothing
+  // is left to do, or one beyond them, and passes it to the other warps. Nobody touches the counter where the items
+  // that blocks begin with are all there are (persistent_shape()).
+  template <class Ends>
+  FFPA_DEVICE int take(void* counter_gmem, int count, int lane, const Ends& ends) {
     uint32_t item = 0;
+    do {
+      if (lane == 0) {
+        item = ptx::grid_x() / kBlocks;
+        if (int(item) < count) item += ptx::atom_add_global(counter_gmem, 1);
+      }
+      item = ptx::shfl_idx(item, 0);
+    } while (int(item) < count && ends(int(item)));
     if (lane == 0) {
-      item = ptx::grid_x() / kBlocks;
-      if (int(item) < count) item += ptx::atom_add_global(counter_gmem, 1);
       ptx::mbarrier_wait(empty(place()), parity() ^ 1);
       ptx::st_shared_4(item_of(place()), item);
       if constexpr (kBlocks > 1) {
@@ -52,7 +59,10 @@ class ItemQueue {
       ptx::mbarrier_arrive(full(place()));
     }
     ++items_;
-    return int(ptx::shfl_idx(item, 0));
+    return int(item);
+  }
+  FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
+    return take(counter_gmem, count, lane, [](int) { return false; });
   }
 
   // One warp of block 1 calls this, before it gets the item.

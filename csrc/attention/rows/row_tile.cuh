@@ -84,6 +84,8 @@ FFPA_DEVICE int visible_keys_end(const Block& block) {
 // The tiles of `keys` keys that hold the visible keys: [first, end).
 struct TileRange {
   int first, end;
+
+  FFPA_DEVICE bool is_empty() const { return first == end; }
 };
 template <class Block>
 FFPA_DEVICE TileRange visible_tiles(const Block& block, int keys) {
@@ -177,6 +179,7 @@ struct Run {
   int begin, end;
 
   FFPA_DEVICE int steps(int step) const { return ceil_div(end - begin, step); }
+  FFPA_DEVICE bool is_empty() const { return begin == end; }
 };
 
 // Returns [begin, end) with its begin moved down to a whole step; an empty one gives the same whatever the step.
