@@ -115,9 +115,9 @@ def _forward_key(form, q, k, v, out, options, flags) -> tuple:
     return (seen(q), seen(k), seen(v), seen(out), in_one_place, form.key(), flags, *options.items())
 
 
-def plan_of(form, q, k, v, options, flags) -> Plan | None:
+def plan_of(form, q, k, v, options, flags, out=None) -> Plan | None:
     """Returns the plan of a forward, if it is kept."""
-    return _plans.get(_forward_key(form, q, k, v, None, options, flags))
+    return _plans.get(_forward_key(form, q, k, v, out, options, flags))
 
 
 def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
