@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import env
-from .backends.choice import Choice, choose
 from .checks import arguments, memory_checks, page_checks, words
 from .launching import native
 from .operators import again, again_paged, dispatch_keys, forms, paged
 from .operators.options import options_of
 from .specs.problem import LevelType, MMAAccType
+
+if TYPE_CHECKING:
+    from .backends.choice import Choice
 
 _OF_POOLS = {"k_pages": "k", "v_pages": "v"}  # what the operators' arguments are called here
 
@@ -282,6 +285,8 @@ def explain(
     k_scale, v_scale
                  are those of 8-bit pools and caches.
     """
+    from .backends.choice import choose
+
     if unknown:
         words.refuse(explain, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
