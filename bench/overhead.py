@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ffpa"))
 
 import torch
 import torch.nn.functional as F
-from ffpa_attn import env, ffpa, ffpa_varlen
+from ffpa_attn import env, ffpa, ffpa_varlen, ffpa_with_kvcache
+from ffpa_attn.backends import append
 from ffpa_attn.backends.reference_plan import ReferencePlan
 from ffpa_attn.backends.sdpa import SdpaPlan
+from ffpa_attn.checks import memory_checks
 from ffpa_attn.operators import again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -54,7 +56,9 @@ class Short(NamedTuple):
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    """Has plans of the CPU do nothing. No kind of call remembers the plans of the other time."""
+    """Has plans of the CPU do nothing, and nobody read tables and lengths, as on a GPU. No kind of call remembers the plans of
+    the other time.
+    """
     kernels = [
         (plan, name)
         for plan in (ReferencePlan, SdpaPlan)
@@ -64,7 +68,9 @@ def _no_kernels() -> Iterator[None]:
     with ExitStack() as patches:
         patches.callback(again.forget_all)
         for plan, name in kernels:
-            patches.enter_context(mock.patch.object(plan, name, lambda *args: None))
+            patches.enter_context(mock.patch.object(plan, name, lambda *args, **more: None))
+        patches.enter_context(mock.patch.object(append, "append", lambda *args: None))
+        patches.enter_context(mock.patch.object(memory_checks, "values_are_read", lambda *args: False))
         again.forget_all()
         yield
 
@@ -119,8 +125,31 @@ def measure(device: str, rounds: int, calls: int, n: int = 128, head_dims=_HEAD_
         offsets = torch.tensor([0, n // 2, n], dtype=torch.int32, device=device)
         with torch.no_grad():
             (us,) = host_us([partial(ffpa_varlen, *packed, offsets, offsets, n, n)], device, rounds, calls)
-        found.append(HostTime("packed, no grad", d, us, None))
+            found.append(HostTime("packed, no grad", d, us, None))
+            in_pages = _in_pages(d, device)
+            times = host_us(list(in_pages.values()), device, rounds, calls)
+        found += [HostTime(mode, d, us, None) for mode, us in zip(in_pages, times, strict=True)]
     return found
+
+
+def _in_pages(d: int, device: str) -> dict[str, Callable]:
+    """Returns calls that decode a row of each of 8 sequences, whose keys are in pages."""
+    pools = [torch.zeros(64, 64, 8, d, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    in_8_bits = [x.to(torch.float8_e4m3fn) for x in pools]
+    q = torch.zeros(8, 1, 8, d, dtype=torch.bfloat16, device=device)
+    offsets, table = (torch.arange(n, dtype=torch.int32, device=device) for n in (9, 64))
+    lengths, scales = torch.full_like(offsets[1:], 100), torch.ones(2, 1, device=device).unbind(0)
+    where, packed = {"block_table": table.view(8, 8)}, (q[:, 0], *pools, offsets, None, 1, 512)
+    of_varlen = partial(ffpa_varlen, causal=True, **where, seqused_k=lengths)
+    of_cache = partial(ffpa_with_kvcache, causal=True, **where, cache_seqlens=lengths)
+    return {
+        "pages, no grad": partial(of_varlen, *packed),
+        "pages, into `out`": partial(of_varlen, *packed, out=torch.empty_like(q[:, 0])),
+        "8-bit pages, no grad": partial(
+            of_varlen, q[:, 0], *in_8_bits, *packed[3:], k_scale=scales[0], v_scale=scales[1]
+        ),
+        "new rows and pages, no grad": partial(of_cache, q, *pools, q.clone(), q.clone()),
+    }
 
 
 def queued_us(call: Callable[[], object], rounds: int = 5) -> float:

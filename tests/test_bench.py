@@ -482,9 +482,10 @@ def test_host_overhead():
         found = overhead.measure("cpu", rounds=2, calls=20, n=16, head_dims=(64,))
     assert not overhead.again._known
     modes = ["no grad", "inference mode", "forward with grad", "forward and backward", "packed, no grad"]
+    modes += ["pages, no grad", "pages, into `out`", "8-bit pages, no grad", "new rows and pages, no grad"]
     assert [x.mode for x in found] == modes
     assert all(0 < x.ours_us < 9000 and (x.sdpa_us is None or x.sdpa_us > 0) for x in found)
-    assert overhead.table(found).count("\n") == 6
+    assert overhead.table(found).count("\n") == 10
     short = overhead.Short("B=1", "forward", (10.0, 5.0), (20.0, 30.0))
     assert "| B=1 | forward | 10.0 | 5.0 | 0.50 | 20.0 | 30.0 |" in overhead.short_table([short])
 

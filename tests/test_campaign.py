@@ -28,6 +28,7 @@ from campaign_draw import generate
 from campaign_problems import DEVICES, FP8, Layout, Mask, Problem
 from campaign_shrink import as_test, shrink
 from ffpa_attn import env
+from ffpa_attn.backends import choice
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import emulated
 from ffpa_attn.operators import ops, out_of_memory
@@ -604,7 +605,7 @@ def test_the_least_workspace_is_one_that_works(columns):
 def test_the_least_workspace_keeps_the_backend(monkeypatch):
     """Another backend would run with less."""
     monkeypatch.setattr(
-        out_of_memory, "choose", lambda p, flags: Answer(p, "mma" if flags["FFPA_WORKSPACE_MB"] >= 37 else "reference")
+        choice, "choose", lambda p, flags: Answer(p, "mma" if flags["FFPA_WORKSPACE_MB"] >= 37 else "reference")
     )
     assert [out_of_memory.least_cap(Answer(None, "mma"), {"FFPA_WORKSPACE_MB": cap}) for cap in (37, 38, 1024)] == [
         37

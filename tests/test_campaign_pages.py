@@ -8,7 +8,7 @@ from campaign_draw import generate
 from campaign_problems import Pages, Problem
 from campaign_shrink import as_test, shrink
 from ffpa_attn.backends import reference_rows
-from ffpa_attn.operators import ops
+from ffpa_attn.operators import again, ops
 
 LENGTHS = {"lengths_q": (3, 40, 0), "lengths_k": (70, 100, 33)}
 
@@ -16,6 +16,7 @@ LENGTHS = {"lengths_q": (3, 40, 0), "lengths_k": (70, 100, 33)}
 @pytest.fixture(autouse=True)
 def new_plans(monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(again, "_known", {})
 
 
 def outcome(p: Problem) -> tuple[str, str]:

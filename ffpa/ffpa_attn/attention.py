@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import env
-from .backends.choice import Choice, choose
 from .checks import arguments, memory_checks, page_checks, words
 from .launching import native
-from .operators import again, dispatch_keys, forms, paged
+from .operators import again, again_paged, dispatch_keys, forms, paged
 from .operators.options import options_of
 from .specs.problem import LevelType, MMAAccType
+
+if TYPE_CHECKING:
+    from .backends.choice import Choice
 
 _OF_POOLS = {"k_pages": "k", "v_pages": "v"}  # what the operators' arguments are called here
 
@@ -147,17 +150,27 @@ def ffpa_varlen(
     """
     if unknown:
         words.refuse(ffpa_varlen, unknown)
-    if block_table is not None or seqused_k is not None:
-        options = options_of(causal, align, scale, window, softcap, num_stages, level, acc, return_lse)
-        out = arguments.one_output(o, out)
-        max_seqlens = max_seqlen_q, max_seqlen_k
-        page_checks.varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *max_seqlens)
-        scales = page_checks.scales_of(k_scale, v_scale, k.device)
-        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, k_scale=scales[0], v_scale=scales[1])
-        wanted = return_lse, return_max_logits
-        return paged.attend(q, k, v, where, sinks, out, options, *wanted, names=_OF_POOLS)
-    page_checks.no_scales(k_scale, v_scale)
     args = causal, align, scale, window, softcap, num_stages, level, acc, return_lse
+    if block_table is not None or seqused_k is not None:
+        max_seqlens = max_seqlen_q, max_seqlen_k
+        k_scale, v_scale = page_checks.scales_of(k_scale, v_scale, k)
+        call = again_paged.Call(
+            q, k, v, out, sinks, cu_seqlens_q, seqused_k, block_table, k_scale=k_scale, v_scale=v_scale
+        )
+        plain = o is None and cu_seqlens_k is None and return_max_logits is False
+        kind = again_paged.kind(call, (*args, *max_seqlens)) if plain else None
+        if kind is not None and (results := again.run(kind, call)) is not None:
+            return results
+        options = options_of(*args)
+        out = arguments.one_output(o, out)
+        page_checks.varlen(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *max_seqlens)
+        where = paged.Where(cu_seqlens_q, seqused_k, block_table, *max_seqlens, k_scale=k_scale, v_scale=v_scale)
+        wanted = return_lse, return_max_logits
+        results = paged.attend(q, k, v, where, sinks, out, options, *wanted, names=_OF_POOLS)
+        if kind is not None:
+            again_paged.remember(kind, call, where, options)
+        return results
+    page_checks.no_scales(k_scale, v_scale)
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
     plain = o is None and out is None and return_max_logits is False
     plain = plain and type(cu_seqlens_q) is type(cu_seqlens_k) is torch.Tensor
@@ -272,6 +285,8 @@ def explain(
     k_scale, v_scale
                  are those of 8-bit pools and caches.
     """
+    from .backends.choice import choose
+
     if unknown:
         words.refuse(explain, unknown)
     arguments.only_tensors(q=q, k=k, v=v)
@@ -288,7 +303,7 @@ def explain(
     if block_table is not None or seqused_k is not None:
         lengths = cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, max_seqlen_q, max_seqlen_k
         page_checks.explained(q, k, *lengths, mask, layout, direction)
-        scales = page_checks.scales_of(k_scale, v_scale, k.device, k.new_full)
+        scales = page_checks.scales_of(k_scale, v_scale, k, k.new_full)
         page_checks.no_gradients(q=q, k=k, v=v, sinks=sinks, out=out, k_scale=scales[0], v_scale=scales[1])
         maxima = page_checks.maxima(q, k, block_table, max_seqlen_q, max_seqlen_k)
         form = forms.Paged(k, cu_seqlens_q, seqused_k, block_table, None, None, 0, *maxima, *of_heads, options, scales)

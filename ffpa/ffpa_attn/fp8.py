@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from .backends import reference, triton_fp8
+from .backends import reference
 from .checks import arguments, fp8_checks, words
 from .operators import dispatch_keys, forms
 from .specs.problem import FP8_BLOCK
@@ -28,6 +28,8 @@ def quantize_fp8(
 
     scale is float32, and 1 where there is nothing but zeros. The result is deterministic, and nothing waits for a GPU.
     """
+    from .backends import triton_fp8
+
     arguments.only_tensors(x=x)
     fp8_checks.to_quantize(x, dtype)
     arguments.one_of("per", per, ("tensor", "head", "block"))

@@ -8,7 +8,7 @@ import torch
 
 from . import env
 from .checks import arguments, memory_checks, page_checks, page_values, words
-from .operators import paged
+from .operators import again, again_paged, paged
 from .operators.options import options_of
 
 _NAMES = {"k_pages": "k_cache", "v_pages": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
@@ -72,17 +72,26 @@ def ffpa_with_kvcache(
     """
     if unknown:
         words.refuse(ffpa_with_kvcache, unknown)
+    args = causal, align, scale, window, softcap, None, None, "f32", return_lse
+    k_scale, v_scale = page_checks.scales_of(k_scale, v_scale, k_cache)
+    call = again_paged.Call(
+        q, k_cache, v_cache, out, sinks, cu_seqlens_q, cache_seqlens, block_table, cache_leftpad, cu_seqlens_k_new, k_scale,
+        v_scale, k, v,
+    )  # fmt: skip
+    plain = cache_batch_idx is None and return_max_logits is False
+    kind = again_paged.kind(call, (*args, max_seqlen_q, max_seqlen_k, "cache")) if plain else None
+    if kind is not None and (results := again.run(kind, call)) is not None:
+        return results
     page_checks.of_cache(
         q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
         max_seqlen_q,
     )  # fmt: skip
-    options = options_of(causal, align, scale, window, softcap, None, None, "f32", return_lse)
-    k_scale, v_scale = page_checks.scales_of(k_scale, v_scale, k_cache.device)
+    options = options_of(*args)
     names = _NAMES
     if cache_batch_idx is not None:
         block_table, names = cache_batch_idx[:, None], _NAMES | {"block_table": "cache_batch_idx"}
         if k is not None and not torch.compiler.is_compiling() and memory_checks.has_memory(cache_batch_idx):
-            if cache_batch_idx.device.type == "cpu" or env.run_flags()["FFPA_CHECK"]:
+            if memory_checks.values_are_read(cache_batch_idx, env.run_flags()):
                 page_values.distinct(cache_batch_idx)
     if isinstance(cache_seqlens, torch.Tensor):
         arguments.only_tensors(cache_seqlens=cache_seqlens)
@@ -97,4 +106,7 @@ def ffpa_with_kvcache(
     )
     wanted = return_lse, return_max_logits
     new = None if k is None else (k, v)
-    return paged.attend(q, k_cache, v_cache, where, sinks, out, options, *wanted, new, names=names)
+    results = paged.attend(q, k_cache, v_cache, where, sinks, out, options, *wanted, new, names=names)
+    if kind is not None:
+        again_paged.remember(kind, call, where, options)
+    return results

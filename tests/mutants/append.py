@@ -33,7 +33,7 @@ MUTANTS = [
     *append(
         "backends/append.py",
         ("append: V in K is written as V", "        v = v_pages = None\n", "        pass\n"),
-        ("append: rows off 16 bytes", "(None if x is None else memory_checks.made_readable(x) for x in (k, v))", "(k, v)"),
+        ("append: rows off 16 bytes", "    rows = _readable(k, v)\n", "    rows = [k, v]\n"),
         ("append by PyTorch: rows without a place change the first page", "new[some], pages[page[some], row[some]])", "new[some], new[some])"),
         ("append by PyTorch: rows without a place go where another goes", "torch.where(exists[:, None, None], new, stays)", "new"),
         ("append by PyTorch: rows before the first sequence", "(begin[sequence] <= number) & (number < end[sequence])", "number < end[sequence]"),

@@ -379,7 +379,7 @@ MUTANTS = [
     *edits_in(
         "backends/append.py",
         "tests/operators/test_eight_bit_caches.py -k rounded",
-        ("8-bit rows: without their scale", "x.float() if scale is None else x.float() / scale.reshape(-1, 1)", "x.float() if True else x"),
+        ("8-bit rows: without their scale", "x.float() if scale is None else x / scale.reshape(-1, 1)", "x.float() if True else x"),
         ("8-bit rows: rounded twice", "    if x.dtype == dtype:\n        return x\n", ""),
     ),
     *edits_in(

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from ffpa_attn import ffpa, ffpa_varlen
-from ffpa_attn.backends import sdpa
+from ffpa_attn.backends import choice, sdpa
 from ffpa_attn.operators import again, ops
 from ffpa_attn.triton_ops.launch import Unable
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,8 +26,9 @@ def no_planning(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("a call of a known kind asks nothing")
 
-    for name in ("choose", "describe", "seen", "_forward", "_backward", "_decide"):
+    for name in ("describe", "seen", "_forward", "_backward", "_decide"):
         monkeypatch.setattr(ops, name, refuse)
+    monkeypatch.setattr(choice, "choose", refuse)
     monkeypatch.setattr(again, "gradients_of", refuse)
 
 

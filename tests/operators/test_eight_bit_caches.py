@@ -7,7 +7,7 @@ from ffpa_attn import env, explain, ffpa_varlen, ffpa_with_kvcache
 from ffpa_attn.backends import dequantised, levels, row_tiles, triton_attention
 from ffpa_attn.integrations.flash_api import flash_attn_with_kvcache
 from ffpa_attn.launching import attention_call, native
-from ffpa_attn.operators import forms, ops
+from ffpa_attn.operators import again, forms, ops
 from ffpa_attn.specs.spec import E4M3_SHAPES, ForwardMmaKeys, aot_specs
 from ffpa_attn.testing import emulate
 
@@ -28,6 +28,7 @@ UNALIGNED = (72, 40, "HND", 16, (3, 2), (70, 30), (4, 2), CAUSAL)
 @pytest.fixture(autouse=True)
 def no_plan_is_kept(monkeypatch):
     monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(again, "_known", {})
 
 
 def eight_bits(pool: pages.Pool) -> pages.Pool:

@@ -14,9 +14,9 @@ CALL = """
 import os, sys
 from dataclasses import replace
 import torch, ffpa_attn
-from ffpa_attn.operators import ops
-choose = ops.choose
-ops.choose = lambda *args: replace(choose(*args), fallback="nothing else could do it")
+from ffpa_attn.backends import choice
+choose = choice.choose
+choice.choose = lambda *args: replace(choose(*args), fallback="nothing else could do it")
 q = torch.randn(1, 1, 4, 32).half()
 {stderr}
 assert ffpa_attn.ffpa(q, q, q).isfinite().all()

@@ -4,6 +4,7 @@ our kernels run, and as PyTorch's index operations elsewhere. Nobody reads table
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -25,7 +26,7 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
     names, or in page b where there is no table. Rows without a place are written nowhere. V that is the first columns of
     K, in one storage, is written as K. What calls of a kind need is the same, and kept in `memo`.
     """
-    if not (k.numel() and k_pages.numel() and len(cache_seqlens)):
+    if not (k.numel() and k_pages.numel() and cache_seqlens.shape[0]):
         return
     if _is_one(k_pages, v_pages):
         v = v_pages = None
@@ -34,8 +35,7 @@ def append(k, v, k_pages, v_pages, cache_seqlens, table=None, added=None, memo: 
     if kind not in memo:
         memo[kind] = _launch(k, v, k_pages, v_pages, cache_seqlens, table)
     if memo[kind] is not None:
-        rows = (None if x is None else memory_checks.made_readable(x) for x in (k, v))
-        memo[kind](*rows, k_pages, v_pages, cache_seqlens, table, added)
+        memo[kind](k, v, k_pages, v_pages, cache_seqlens, table, added)
         return
     with PlainTorch(k.device):
         for new, pages in ((k, k_pages), (v, v_pages)):
@@ -77,11 +77,11 @@ def _with_even_strides(x: torch.Tensor) -> torch.Tensor:
 def _rounded(x, scale, dtype) -> torch.Tensor:
     if x.dtype == dtype:
         return x
-    x = x.float() if scale is None else x.float() / scale.reshape(-1, 1)
+    x = x.float() if scale is None else x / scale.reshape(-1, 1)  # a quotient is float32, as scales are
     return x.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(dtype)
 
 
-def _launch(k, v, k_pages, v_pages, cache_seqlens, table) -> Launch | None:
+def _launch(k, v, k_pages, v_pages, cache_seqlens, table) -> Callable | None:
     """Returns the kernel's launch, or None where PyTorch does it."""
     flags, spec = env.run_flags(), ForwardAppendRows()
     if k.element_size() != 2 or k.numel() > _MOST_ELEMENTS:
@@ -94,10 +94,16 @@ def _launch(k, v, k_pages, v_pages, cache_seqlens, table) -> Launch | None:
             return None
     elif k.device.type != "cpu" or not flags["FFPA_EMULATE"]:
         return None
-    rows = [None if x is None else memory_checks.made_readable(x) for x in (k, v)]
+    rows = _readable(k, v)
     shapes = (None if x is None else (tuple(x.shape), x.stride()) for x in (*rows, k_pages, v_pages))
     entries, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
-    return _launch_of(spec, k.device, *shapes, len(cache_seqlens), entries, stride)
+    launch = _launch_of(spec, k.device, *shapes, len(cache_seqlens), entries, stride)
+    as_they_lie = all(x is y for x, y in zip((k, v), rows, strict=True))
+    return launch if as_they_lie else lambda k, v, *rest: launch(*_readable(k, v), *rest)
+
+
+def _readable(*rows: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if x is None else memory_checks.made_readable(x) for x in rows]
 
 
 @lru_cache(maxsize=256)

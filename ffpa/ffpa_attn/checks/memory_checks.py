@@ -18,6 +18,13 @@ def has_memory(x) -> bool:
     return not (x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)) or is_wrapped(x))
 
 
+def values_are_read(x, flags) -> bool:
+    """Says whether calls on the device of x check what tables and lengths hold: on a CPU, where that waits for no GPU, and
+    under FFPA_CHECK=1.
+    """
+    return x.device.type == "cpu" or flags["FFPA_CHECK"]
+
+
 def rows_problem(x, alignment: int = ROW_ALIGNMENT) -> str | None:
     """Says why kernels cannot read rows of x as they lie, or None; without memory it says as much as strides tell."""
     if x.numel() == 0:
@@ -60,6 +67,11 @@ def _memory(x) -> tuple[int, int, bool]:
     """Returns the addresses that x may touch, [first, past the last), and whether it touches all of them."""
     span = _span(x.shape, x.stride())
     return x.data_ptr(), x.data_ptr() + span * x.element_size(), span == x.numel()
+
+
+def extent(x) -> int:
+    """Returns the bytes from the first address that x may touch to the last one."""
+    return _span(x.shape, x.stride()) * x.element_size() if x.numel() else 0
 
 
 @lru_cache(4096)

@@ -212,8 +212,12 @@ def scales(k_pages, k_scale, v_scale) -> None:
             )
 
 
-def scales_of(k_scale, v_scale, device, full=torch.full) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns scales as operators take them: tensors, which `full` makes of numbers, one where two are equal."""
+def scales_of(k_scale, v_scale, pool, full=torch.full) -> tuple:
+    """Returns scales as operators take them: tensors, which `full` makes of numbers where the pool is, one where two are
+    equal. A pool that is no tensor is refused elsewhere.
+    """
+    if not isinstance(pool, torch.Tensor):
+        return k_scale, v_scale
 
     def of(name: str, scale):
         if scale is None or isinstance(scale, torch.Tensor):
@@ -222,7 +226,7 @@ def scales_of(k_scale, v_scale, device, full=torch.full) -> tuple[torch.Tensor |
             raise TypeError(
                 f"`{name}` is {arguments.described(scale)}; pass a float, or a float32 tensor of () or [Hkv]"
             )
-        return full((1,), float(scale), dtype=torch.float32, device=device)
+        return full((1,), float(scale), dtype=torch.float32, device=pool.device)
 
     of_k, of_v = of("k_scale", k_scale), of("v_scale", v_scale)
     are_numbers = not isinstance(k_scale, torch.Tensor) and not isinstance(v_scale, torch.Tensor)

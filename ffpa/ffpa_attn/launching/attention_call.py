@@ -40,7 +40,11 @@ class Pages(NamedTuple):
     @property
     def entries(self) -> int:
         """Returns the most pages of a sequence."""
-        return 1 if self.table is None else self.table.shape[1]
+        return entries_of(self.table)
+
+
+def entries_of(table: torch.Tensor | None) -> int:
+    return 1 if table is None else table.shape[1]
 
 
 def _float(x: float) -> float:

@@ -4,7 +4,7 @@ A kind is all that checks and the choice depend on. Calls of a kind differ in ad
 first of them found out holds for all. Only plain calls have a kind: where the dispatcher has work (`have_work`), where a
 tensor to write into or a mask is given, where rows come before heads, where offsets must be checked, where the largest scores
 are wanted, or gradients beside sinks, or where autograd is left out or saves through hooks, calls go through the operators.
-Gradients of a kind of call have kinds of their own.
+Gradients of a kind of call have kinds of their own. Those of keys in pages are in `again_paged.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dispatch_keys import KnownAttention, gradients_of, have_work, is_recorded_
 from .forms import Dense, Packed, seen
 
 _MOST_KINDS, _MOST_GRADIENTS = 8192, 16  # kinds of calls, and of gradients of each
-_known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors
+_known: dict[tuple, Callable] = {}  # what runs the calls of a kind; it takes their tensors, and may give None
 WINDOW = 3  # the place of `window` among a function's arguments
 PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
 
@@ -80,37 +80,43 @@ def forget_all() -> None:
 
 def remember(kind: tuple, q, k, v, options: dict[str, Any], *offsets, sinks=None) -> None:
     """Keeps what runs a kind of call, whose first call went well."""
-    _, _, flags, wanted, _, types = kind
+    _, _, flags, wanted, *_ = kind
     with_lse = options.get("return_lse", True)
     if wanted:  # the backward needs the LSE
         options = {**options, "return_lse": True}
     form = Packed(*offsets, sinks) if offsets else Dense(sinks=sinks)
     plan = ops.plan_of(form, q, k, v, options, flags)
-    if plan is None or not PLAIN.issuperset(types):  # another thread made room, or flags changed; or it may change
+    if plan is None:  # another thread made room, or flags changed
+        return
+    run = _packed(plan, with_lse or wanted, *offsets[2:]) if offsets else _dense(plan, with_lse or wanted, q)
+    keep(kind, _Recorded(run, options, with_lse, *offsets[2:]) if wanted else run)
+
+
+def keep(kind: tuple, run: Callable) -> None:
+    """Keeps what runs a kind, unless one of its arguments, whose types come last in it, may change."""
+    if not PLAIN.issuperset(kind[-1]):
         return
     if len(_known) >= _MOST_KINDS:
         _known.clear()
-    run = _packed(plan, with_lse or wanted, *offsets[2:]) if offsets else _dense(plan, with_lse or wanted, q)
-    _known[kind] = _Recorded(run, options, with_lse, *offsets[2:]) if wanted else run
+    _known[kind] = run
 
 
 def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
     """Does what `ops.run_forward` does, in the least of time."""
     forward, of_plan = plan.choice.plan.forward, (plan.rule, plan.workspace_cap, plan.memo)
     gives_fresh, is_empty, is_like_q = plan.gives_fresh, 0 in plan.out_shape, first_q.shape == plan.out_shape
-    no_lse = None
+    none = None
 
     def run(q, k, v, *sinks):
-        nonlocal no_lse
+        nonlocal none
         try:
             fresh = ops.fresh_result(plan, q, k, v) if gives_fresh else None
             if fresh is not None:
                 return fresh
             out = ops.empty_like(q, q.dtype) if is_like_q else q.new_empty(plan.out_shape)
-            if no_lse is None and not with_lse:
-                with torch.inference_mode(False):  # calls in any mode may write to it
-                    no_lse = q.new_empty(0, dtype=torch.float32)
-            lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if with_lse else no_lse
+            if none is None and not with_lse:
+                none = no_lse(q)
+            lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if with_lse else none
             if not is_empty:
                 forward(q, k, v, out, lse, None, None, *of_plan, *map(ops.as_read, sinks))
         except torch.OutOfMemoryError as error:
@@ -118,6 +124,12 @@ def _dense(plan: ops.Plan, with_lse: bool, first_q: torch.Tensor) -> Callable:
         return (out, lse) if with_lse else out
 
     return run
+
+
+def no_lse(q) -> torch.Tensor:
+    """Returns what stands for the LSE where nobody wants it, in calls of any mode."""
+    with torch.inference_mode(False):
+        return q.new_empty(0, dtype=torch.float32)
 
 
 def _packed(plan: ops.Plan, with_lse: bool, max_q: int, max_k: int) -> Callable:

@@ -40,7 +40,7 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
     ahead = page_checks.one_storage(in_pages, in_rows, k_pages, v_pages)
     if ahead and block_table is None:
         page_checks.one_use(range(len(cache_seqlens)), (), ahead)
-    if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+    if memory_checks.values_are_read(k, flags):
         page_values.scale_values(*scales)
         more, added = (k.shape[1], None) if cu_seqlens_k_new is None else (0, cu_seqlens_k_new)
         if added is not None:
@@ -56,7 +56,14 @@ def be_sure(*args, read: Iterable[int] = ()) -> dict:
 def append_to_cache(
     k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, k_scale=None, v_scale=None
 ) -> None:
-    where = cache_seqlens, block_table, cu_seqlens_k_new
-    memo = be_sure(k, v, k_pages, v_pages, *where, k_scale, v_scale)
+    args = k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, k_scale, v_scale
+    write(be_sure(*args), *args)
+
+
+def write(
+    memo: dict, k, v, k_pages, v_pages, cache_seqlens, block_table, cu_seqlens_k_new, k_scale=None, v_scale=None
+) -> None:
+    """Appends rows that were checked; `memo` is that of this kind of call."""
     if block_table is None or block_table.shape[1]:
+        where = cache_seqlens, block_table, cu_seqlens_k_new
         append.append(*append.as_stored(k, v, k_pages, v_pages, k_scale, v_scale), *where, memo)

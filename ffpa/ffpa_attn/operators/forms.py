@@ -12,7 +12,7 @@ import torch
 from ..backends.reference_rows import needed_keys
 from ..checks import arguments, memory_checks, page_checks, page_values
 from ..launching import native
-from ..launching.attention_call import Pages
+from ..launching.attention_call import Pages, entries_of
 from ..specs.problem import E4M3, ROW_ALIGNMENT, Problem, Visibility
 
 
@@ -135,10 +135,10 @@ class Paged:
     @cached_property
     def pages(self) -> Pages:
         used, table, first, added, more = self.of_keys
-        scales = (None if scale is None else scale.contiguous() for scale in self.scales)
-        pages = Pages(used, table, 0, first, added, more, *scales)
-        rows = self._pool.shape[1] if self._pool.shape[0] else 0
-        return pages._replace(longest=min(self.max_k, pages.entries * rows))
+        k_scale, v_scale = (None if scale is None else scale.contiguous() for scale in self.scales)
+        pages, rows = self._pool.shape[:2]
+        held = rows * entries_of(table) if pages else 0
+        return Pages(used, table, min(self.max_k, held), first, added, more, k_scale, v_scale)
 
     @property
     def offsets(self) -> tuple | None:
@@ -173,7 +173,7 @@ class Paged:
 
     def check_values(self, q, k, flags) -> None:
         """Checks what tensors hold at every call where that costs no wait for a GPU; on a GPU only under FFPA_CHECK=1."""
-        if k.device.type == "cpu" or flags["FFPA_CHECK"]:
+        if memory_checks.values_are_read(k, flags):
             page_values.scale_values(*self.scales)
             rows = [q.shape[1]] * len(q)
             if self.cu_q is not None:

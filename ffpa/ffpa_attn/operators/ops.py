@@ -2,21 +2,19 @@
 they take, `dispatch_keys.py` autograd and autocast, `appending.py` the one that writes into a cache).
 
 Checks and the choice of a backend happen inside an operator at run time, once for each new kind of call; traced code
-holds nothing but the operator.
+holds nothing but the operator. The first choice imports the backends, a third of the package.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .. import env
-from ..backends import reference, triton_attention
-from ..backends.choice import CANDIDATES, Choice, choose
-from ..backends.sink_gradient import sink_gradient, workspace_bytes
+from ..backends import reference
 from ..checks import arguments, fp8_checks, memory_checks
 from ..launching import native
 from ..specs.problem import HEAD_DIM_STEP, Problem
@@ -26,6 +24,9 @@ from ..triton_ops import launch as triton_launch
 from . import appending, dispatch_keys, out_of_memory
 from .forms import Dense, describe, operators, seen
 from .schemas import SCHEMAS
+
+if TYPE_CHECKING:
+    from ..backends.choice import Choice
 
 _lib = torch.library.Library("ffpa_attn", "DEF")
 for _schema in SCHEMAS:
@@ -73,6 +74,8 @@ def _decide(form, direction, q, k, v, options, flags, out=None) -> Plan:
 
 def _ready_choice(problem: Problem, flags) -> Choice:
     """Returns a choice with its kernels ready; one that cannot be compiled or loaded yields to the next candidate."""
+    from ..backends.choice import CANDIDATES, choose
+
     for _ in CANDIDATES:
         choice = choose(problem, flags)
         if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in choice.plan.specs):
@@ -82,6 +85,8 @@ def _ready_choice(problem: Problem, flags) -> Choice:
 
 def _without_triton(error: triton_launch.Unable, key: tuple, plan: Plan) -> None:
     """Leaves this call, and all that follow of its kind, to the next candidate."""
+    from ..backends import triton_attention
+
     of_triton = getattr(plan.choice.plan, "otherwise", plan.choice.plan)
     triton_attention.give_up(plan.choice.problem, of_triton, str(error))
     _plans.pop(key, None)
@@ -115,9 +120,9 @@ def _forward_key(form, q, k, v, out, options, flags) -> tuple:
     return (seen(q), seen(k), seen(v), seen(out), in_one_place, form.key(), flags, *options.items())
 
 
-def plan_of(form, q, k, v, options, flags) -> Plan | None:
+def plan_of(form, q, k, v, options, flags, out=None) -> Plan | None:
     """Returns the plan of a forward, if it is kept."""
-    return _plans.get(_forward_key(form, q, k, v, None, options, flags))
+    return _plans.get(_forward_key(form, q, k, v, out, options, flags))
 
 
 def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
@@ -300,6 +305,8 @@ def _sink_gradient(*tensors, layout="BHND") -> torch.Tensor:
 
 
 def _sink_gradient_delta(grad_out, grad_lse, out, lse, sinks, *, layout="BHND", wants_delta: bool = True) -> tuple:
+    from ..backends.sink_gradient import sink_gradient, workspace_bytes
+
     _check_sink_gradient(grad_out, grad_lse, out, lse, sinks, layout)
     if out.dim() == 3:
         grad_out, out = grad_out.transpose(0, 1), out.transpose(0, 1)

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.choice import Choice, choose
 from ..launching.attention_call import Call
+
+if TYPE_CHECKING:
+    from ..backends.choice import Choice
 
 _CAP = "FFPA_WORKSPACE_MB"
 
 
 def least_cap(choice: Choice, flags: Mapping[str, Any]) -> int:
     """Returns the smallest FFPA_WORKSPACE_MB with which the same backend runs the problem."""
+    from ..backends.choice import choose
 
     def runs(cap: int) -> bool:
         try:
