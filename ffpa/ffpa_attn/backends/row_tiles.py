@@ -119,8 +119,11 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
 
 
 def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
-    """Says whether a server decodes several sequences: its bound then says no more of lengths than that none is longer."""
-    return p.pages is not None and p.batch > 1 and p.n_q * tile_heads <= pace.rows
+    """Says whether a server decodes several sequences: its bound then says no more of lengths than that none is longer. Rows
+    under a narrow window see as many keys in most of them.
+    """
+    decodes = p.pages is not None and p.batch > 1 and p.n_q * tile_heads <= pace.rows
+    return decodes and 2 * visible_keys(p) > p.n_k
 
 
 def _ragged(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: float, pace: Pace) -> float:
