@@ -226,3 +226,28 @@ def test_parts_of_sequences_of_unknown_lengths_are_among_the_fastest(cell):
     parts = plan.splits if cache else plan.parts.count
     nearest = min(SLOWER[cell], key=lambda count: abs(count - parts) / count)
     assert SLOWER[cell][nearest] <= 1.06
+
+
+def decoding_of_one(d: int, longest: int, window: int = -1) -> Problem:
+    return Problem(
+        "forward", "cuda", "sm_90", "bf16", 1, *HEADS[d], 1, longest, d, min(d, 512), None, Visibility(window, 0, False), d**-0.5,
+        0.0, None, False, None, "f32", None, values_in_keys=d == 576, pages=(64, longest // 64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("d", HEADS)
+def test_one_sequence_far_below_its_bound_is_read_by_several_blocks(d):
+    """A CUDA graph holds the bound of the longest context; at 1/16 of it, 16 parts would leave one with keys."""
+    p = decoding_of_one(d, 1 << 17)
+    paged, packed = (fused.plan(x, env.run_flags()) for x in (p, p._replace(pages=None)))
+    assert paged.parts.keys <= p.n_k // 32
+    pace = fused._pace(p, paged.spec)
+    paged_us, packed_us = (row_tiles.microseconds(p, pace, x.tile_heads, x.parts) for x in (paged, packed))
+    assert paged_us <= 1.03 * packed_us
+
+
+def test_windows_are_cut_as_they_see():
+    """Most sequences are longer than a narrow window, so pages and tensors are cut alike."""
+    p = decoding_of_one(256, 1 << 17, window=1023)._replace(batch=8)
+    paged, packed = (fused.plan(x, env.run_flags()) for x in (p, p._replace(pages=None)))
+    assert (paged.parts, paged.microseconds) == (packed.parts, packed.microseconds)

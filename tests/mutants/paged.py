@@ -52,6 +52,15 @@ MUTANTS = [
         ("pages: the first columns of V in both blocks", "arguments_.v, rank_ * kOwnColumns", "arguments_.v, 0 * kOwnColumns"),
     ),
     *edits_in(
+        "backends/row_tiles.py",
+        "tests/backends/test_paged_kernels.py -k 'unknown_lengths or far_below or windows_are_cut'",
+        ("parts of pages: one sequence is as long as its bound", "if p.batch == 1 and _decodes_pages", "if p.batch == 0 and _decodes_pages"),
+        ("parts of pages: the number of items is known", "all_items / math.sqrt(12 * batch) * _SPREAD", "1.0"),
+        ("parts of pages: all parts have keys", "(all_items + tiles) / 2 if ragged", "all_items if ragged"),
+        ("parts of pages: a last wave of few blocks takes as long as all", "alone * x if x <= enough else (alone * enough + together * x * x) / 2", "together * x"),
+        ("parts of pages: windows see all keys", "and 2 * visible_keys(p) > p.n_k", "or 2 * visible_keys(p) > p.n_k"),
+    ),
+    *edits_in(
         "csrc/attention/forward/wgmma_block.cuh",
         _TESTS,
         ("pages: parts without keys that nobody hears of leave sums of anything", "-kInfinity, -kInfinity, 0, true);", "-kInfinity, -kInfinity, 0, false);"),

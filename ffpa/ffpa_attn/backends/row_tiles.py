@@ -26,6 +26,8 @@ PART_COLUMNS = 64  # columns of O that a part's rows are rounded up to, as Atten
 MOST_PARTS = 64
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
 _SPREAD = 0.8  # standard deviations of a number of items, to either side of its mean, that are looked at
+_POINT = 0.01  # waves to either side of a number of items that is known
+_LITTLE = 1.03  # times as long is little longer
 _MERGE = 2.5  # microseconds of the launch that merges parts
 # Bytes of parts that are written and read in a microsecond, where all sequences have as many keys, and where not.
 _BANDWIDTH_OF_PARTS = {False: 4.0e6, True: 2.0e6}
@@ -110,30 +112,31 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
     of_item = longest * max(pace.of_key, bytes_of_key / (pace.bandwidth / readers)) + pace.ends
     waves = -(-items // blocks) if items < 4 * blocks else items / blocks + 0.5
     of_items = waves * of_item
-    ragged = _is_ragged(p, pace, tile_heads)
-    if ragged:
-        of_items = _ragged(p.batch, items // parts, parts, longest, bytes_of_key, pace)
+    decodes = _decodes_pages(p, pace.rows // tile_heads)
+    if decodes:
+        of_items = _of_decoding(p.batch, items // parts, parts, longest, bytes_of_key, pace)
     rows = p.batch * p.heads_q * p.n_q
+    ragged = decodes and p.batch > 1
     merge = _MERGE + parts * rows * p.d_v * 8 / _BANDWIDTH_OF_PARTS[ragged] if parts > 1 else 0
     return of_items + merge
 
 
-def _is_ragged(p: Problem, pace: Pace, tile_heads: int) -> bool:
-    """Says whether a server decodes several sequences: its bound then says no more of lengths than that none is longer. Rows
-    under a narrow window see as many keys in most of them.
+def _decodes_pages(p: Problem, rows: int) -> bool:
+    """Says whether a server decodes: its bound then says no more of lengths than that none is longer. Rows under a narrow
+    window see as many keys in most sequences.
     """
-    decodes = p.pages is not None and p.batch > 1 and p.n_q * tile_heads <= pace.rows
-    return decodes and 2 * visible_keys(p) > p.n_k
+    return p.pages is not None and p.n_q <= rows and 2 * visible_keys(p) > p.n_k
 
 
-def _ragged(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: float, pace: Pace) -> float:
+def _of_decoding(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: float, pace: Pace) -> float:
     """Estimates the items of sequences that have any number of keys up to the longest, of which all are as likely. How many
     items have keys is then a random number, whose mean is half of all: this is the mean over _SPREAD of its standard
-    deviations around that. Whole waves of blocks have items of mean length. The last wave has longer ones, and its
-    blocks, if they are few, read faster.
+    deviations around that. One sequence alone is taken to be the longest. Whole waves of blocks have items of mean
+    length. The last wave has longer ones, and its blocks, if they are few, read faster.
     """
-    items = tiles * (parts + 1) / 2 if parts > 1 else tiles  # that have keys
-    shorter = tiles * parts / 2 / items
+    all_items, ragged = tiles * parts, batch > 1
+    items = (all_items + tiles) / 2 if ragged and parts > 1 else all_items  # that have keys
+    shorter = all_items / 2 / items if ragged else 1
     alone = part_keys * pace.of_key  # microseconds of an item whose block alone reads, and of one where all do
     together = max(part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone)
     enough = alone / together  # part of the blocks that reads as fast as all do
@@ -144,7 +147,7 @@ def _ragged(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: 
         return together * shorter * whole * ((whole - 1) / 2 + rest) + of_last[0] * whole + of_last[1]
 
     mean = items / pace.blocks
-    more = tiles * parts / math.sqrt(12 * batch) * _SPREAD / pace.blocks
+    more = all_items / math.sqrt(12 * batch) * _SPREAD / pace.blocks if ragged else _POINT
     least = max(mean - more, 0)
     of_waves = (up_to(mean + more) - up_to(least)) / (mean + more - least)
     return max(of_waves, together * min(mean, 1), alone) + pace.ends * max(mean, 1)
@@ -153,12 +156,18 @@ def _ragged(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: 
 def fastest_parts(
     p: Problem, rows: int, tile_keys: int, tile_heads: int, workspace_cap: int, estimate: Callable[[Parts], float]
 ) -> tuple[float, Parts]:
-    """Returns the parts that take the shortest, and how long."""
+    """Returns the parts that take the shortest, and how long. Where the bound of one sequence may be far above its length, as in
+    a CUDA graph, they are the most that take little longer: each of them is shorter.
+    """
     most = MOST_TILES // max(count(p, rows, tile_heads), 1)
     most = max(min(most_parts(p, tile_keys, workspace_cap), most), 1)
     of_tile = p.n_q, p.n_k, p.visibility, rows // tile_heads, tile_keys
     cuts = dict.fromkeys(cut_keys(*of_tile, number) for number in range(1, most + 1))
-    return min((estimate(cut), cut) for cut in cuts)
+    times = {cut: estimate(cut) for cut in cuts}
+    best = min(times, key=times.get)
+    if p.batch == 1 and _decodes_pages(p, rows // tile_heads):
+        best = max(cut for cut in cuts if times[cut] <= _LITTLE * times[best])
+    return times[best], best
 
 
 class RowTilePlan(NamedTuple):
