@@ -246,6 +246,16 @@ def test_one_sequence_far_below_its_bound_is_read_by_several_blocks(d):
     assert paged_us <= 1.03 * packed_us
 
 
+@pytest.mark.parametrize("batch", [1, 2, 70000])
+@pytest.mark.parametrize("keys", [0, 1, 63, 64, 200])
+def test_few_keys_or_none_have_an_estimate(keys, batch):
+    for d in HEADS:
+        p = decoding_of_one(d, keys)._replace(batch=batch, pages=(64, 4))
+        for window in (-1, 0, 100):
+            plan = fused.plan(p._replace(visibility=Visibility(window, 0, False)), env.run_flags())
+            assert 0 < plan.microseconds < batch * 1e3
+
+
 def test_windows_are_cut_as_they_see():
     """Most sequences are longer than a narrow window, so pages and tensors are cut alike."""
     p = decoding_of_one(256, 1 << 17, window=1023)._replace(batch=8)
