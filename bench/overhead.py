@@ -56,8 +56,8 @@ class Short(NamedTuple):
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    """Has plans of the CPU do nothing, and nobody read tables and lengths, as on a GPU. No kind of call remembers the plans of
-    the other time.
+    """Makes the CPU's plans do nothing and leaves tables and lengths unread, as they are on a GPU. Kinds of calls that were
+    seen within are forgotten at the end: they hold these plans.
     """
     kernels = [
         (plan, name)

@@ -2,8 +2,8 @@
 
 `python bench/vllm_engine.py` makes a small model in the shape of Gemma 3, whose layers have windows and none in turn, and
 has each backend, in a process of its own, serve the same requests three times; the last time counts. It prints how many
-tokens a second are made, prompts included, and how many of them both backends choose alike. Random weights make near
-ties, after which answers part. `--model gemma4` has layers of 256 columns with windows, and of `--d` columns without. It
+tokens a second are made, in a time that includes the prompts, and how many of them both backends choose alike. Random
+weights make near ties, after which answers part. `--model gemma4` has layers of 256 columns with windows, and of `--d` columns without. It
 needs vLLM and this package in one environment; `--eager` leaves out the compiler and CUDA graphs, `--graphs-only` the
 compiler, and `--kv-cache-dtype fp8` has 8-bit pages.
 """
@@ -60,9 +60,9 @@ def save_model(folder: Path, kind: str, d: int, layers: int):
         config = transformers.Gemma3TextConfig(**shape, head_dim=d, query_pre_attn_scalar=d)
         model = transformers.Gemma3ForCausalLM(config)
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:  # with these, attention counts, and few logits are close to one another
+        if weight.dim() > 1:  # smaller weights would leave little to attention, and more logits close to one another
             weight.data.normal_(0, weight.shape[-1] ** -0.5)
-        elif kind == "gemma4" and name.endswith("q_norm.weight"):  # its scale is 1
+        elif kind == "gemma4" and name.endswith("q_norm.weight"):  # Gemma 4 does not scale its scores
             weight.data.fill_(weight.numel() ** -0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
     if kind == "gemma4":
@@ -99,7 +99,7 @@ def have_plain_configuration() -> None:
 
 
 def serve(folder: Path, backend: str, args) -> dict:
-    """Returns the tokens of all answers, the seconds that they took, and those in which the engine started."""
+    """Returns the tokens of all answers, the seconds that they took, and the seconds until the engine had started."""
     start = time.perf_counter()
     from vllm import LLM, SamplingParams
 
@@ -134,8 +134,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=8, help=f"requests of each of {LENGTHS} tokens")
     parser.add_argument("--output", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
-    parser.add_argument("--graphs-only", action="store_true", help="CUDA graphs of decoding, no compiler")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
+    mode.add_argument("--graphs-only", action="store_true", help="CUDA graphs of decoding, no compiler")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--backends", nargs="+", default=BACKENDS)
     parser.add_argument("--profile", action="store_true", help="print which kernels take the longest")

@@ -195,7 +195,7 @@ def test_each_family_has_instances_for_pages():
 
 
 # How much longer than the fastest number of parts these take, measured on an H200 (one row, ragged lengths up to the longest):
-# (D, kind of cache, sequences, longest): {parts: factor}. They lie closer together where the factor changes much.
+# (D, kind of cache, sequences, longest): {parts: factor}. A number that is not here is judged by the nearest one that is.
 SLOWER = {
     (128, None, 8, 131072): {2: 1.18, 4: 1.26, 6: 1.01, 8: 1.09, 10: 1.0, 12: 1.05, 16: 1.03, 24: 1.01, 32: 1.0, 64: 1.01},
     (128, None, 16, 32768): {1: 1.32, 2: 1.16, 4: 1.05, 8: 1.0, 12: 1.0, 16: 1.0, 24: 1.02, 32: 1.04, 64: 1.17},

@@ -157,7 +157,7 @@ MUTANTS = [
         ("pair: a warpgroup without rows keeps slots", "            slots_.pass((tiles.end - tiles.first) * (Config::kKeyParts + 2 * Config::kValueParts));\n", ""),
         ("pair: a block ends before the other", "    tile::meet_cluster();  // no block ends while the other still copies or arrives there\n", ""),
         ("pair: the block ends before its copies", "    stores.wait();\n", ""),
-        ("pair: each block takes row tiles of its own", "      if (rank_ == 0) return items.take", "      return items.take"),
+        ("pair: each block takes row tiles of its own", "      if (rank_ == 0) {\n", "      if (rank_ >= 0) {\n"),
         ("pair: S of the first keys in both blocks", "keys, first_key(tile, rank_));", "keys, first_key(tile, 0));"),
         ("pair: V of the other keys first", "first_key(tile - 1, rank_), n_k);\n        bring_values(producer, keys, first_key(tile - 1, 1 - rank_)", "first_key(tile - 1, 1 - rank_), n_k);\n        bring_values(producer, keys, first_key(tile - 1, rank_)"),
         ("pair: V behind a packed sequence as it is", "keys.live_rows(key, end)", "~uint64_t{end < 0}"),

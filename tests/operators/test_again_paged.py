@@ -1,5 +1,6 @@
 """A kind of call of keys in pages that was seen before takes one lookup, and gives what its first call gave."""
 
+import numpy as np
 import pages
 import pytest
 import torch
@@ -222,6 +223,19 @@ def test_calls_that_are_not_plain_have_no_kind(monkeypatch):
     with pytest.raises(ValueError, match="seqused_k"):
         function(**given | {"seqused_k": given["seqused_k"] + 999})
     assert again._known == known
+
+
+def test_what_is_never_kept_is_not_made(monkeypatch):
+    """A number that may change, or a result among the rows of q, would be looked at in each call in vain."""
+    function, given = varlen("cpu")
+    both = torch.zeros(4, 2, 4, 64, dtype=BF16)
+    both[:, 0] = given["q"]
+    monkeypatch.setattr(again_paged, "_runner", None)
+    wanted = function(**given | {"scale": np.float64(0.125)})
+    assert torch.equal(function(**given | {"softcap": np.float64(0), "scale": 0.125}), wanted)
+    for _ in range(2):
+        assert torch.equal(function(**given | {"q": both[:, 0], "out": both[:, 1], "scale": 0.125}), wanted)
+    assert not again._known
 
 
 def test_a_cache_is_no_pool_of_ffpa_varlen():

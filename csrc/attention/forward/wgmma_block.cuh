@@ -72,8 +72,8 @@ class WgmmaBlock {
     return typename Config::Queries{smem_ + uint32_t(offsetof(Smem, q)), smem_ + uint32_t(offsetof(Smem, q_barriers))};
   }
 
-  // The warp that takes items calls this, with what says whether a row tile, or its part of the keys, has keys. Parts
-  // without keys end here, ahead of the warps that multiply: rows of them have sums of zero, and nobody reads their O.
+  // The warp that takes items calls this. has_keys(rows) says whether the row tile's part of the keys holds any. Parts
+  // without keys end here, ahead of the warps that multiply: their rows get sums of zero, and nobody reads their O.
   template <class HasKeys>
   FFPA_DEVICE int take_item(typename Config::Items& items, void* counter_gmem, const HasKeys& has_keys) const {
     return items.take(counter_gmem, arguments_.row_tiles.count(), lane_, [&](int item) {

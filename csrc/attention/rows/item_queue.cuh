@@ -36,9 +36,9 @@ class ItemQueue {
     }
   }
 
-  // All lanes of one warp call this: it takes the next of `count` items of which ends(item) does not say that nothing
-  // is left to do, or one beyond them, and passes it to the other warps. Nobody touches the counter where the items
-  // that blocks begin with are all there are (persistent_shape()).
+  // All lanes of one warp call this: it takes the next of `count` items for which ends(item) is false, or one beyond
+  // them, and passes it to the other warps. ends(item) may finish an item itself, and then returns true. Nobody touches
+  // the counter where the items that blocks begin with are all there are (persistent_shape()).
   template <class Ends>
   FFPA_DEVICE int take(void* counter_gmem, int count, int lane, const Ends& ends) {
     uint32_t item = 0;

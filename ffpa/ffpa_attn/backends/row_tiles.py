@@ -27,10 +27,9 @@ MOST_PARTS = 64
 _LEAST_READERS = 0.85  # part of the blocks that is taken to read as fast as all do
 _SPREAD = 0.8  # standard deviations of a number of items, to either side of its mean, that are looked at
 _POINT = 0.01  # waves to either side of a number of items that is known
-_LITTLE = 1.03  # times as long is little longer
+_LITTLE = 1.03  # a call that takes at most so many times as long is hardly slower
 _MERGE = 2.5  # microseconds of the launch that merges parts
-# Bytes of parts that are written and read in a microsecond, where all sequences have as many keys, and where not.
-_BANDWIDTH_OF_PARTS = {False: 4.0e6, True: 2.0e6}
+_BANDWIDTH_OF_PARTS = {False: 4.0e6, True: 2.0e6}  # bytes written and read in a microsecond; True: lengths are ragged
 
 
 class Scratch(NamedTuple):
@@ -122,34 +121,38 @@ def microseconds(p: Problem, pace: Pace, tile_heads: int, of_keys: Parts) -> flo
 
 
 def _decodes_pages(p: Problem, rows: int) -> bool:
-    """Says whether a server decodes: its bound then says no more of lengths than that none is longer. Rows under a narrow
-    window see as many keys in most sequences.
+    """Says whether a server decodes: its bound then says no more of lengths than that none is longer. A narrow window hides
+    that: most sequences are longer than it, and their rows see the same number of keys.
     """
     return p.pages is not None and p.n_q <= rows and 2 * visible_keys(p) > p.n_k
 
 
 def _of_decoding(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_key: float, pace: Pace) -> float:
-    """Estimates the items of sequences that have any number of keys up to the longest, of which all are as likely. How many
-    items have keys is then a random number, whose mean is half of all: this is the mean over _SPREAD of its standard
-    deviations around that. One sequence alone is taken to be the longest. Whole waves of blocks have items of mean
-    length. The last wave has longer ones, and its blocks, if they are few, read faster.
+    """Estimates the items of sequences that have any number of keys up to the longest, all numbers equally likely.
+
+    The number of items that have keys is then random, and half of all on average. The estimate is the mean over numbers from
+    _SPREAD standard deviations below that to as many above it. Where keys are not cut, all items have keys; and one sequence
+    alone is taken to be the longest. Whole waves of blocks have items of mean length. The last wave has longer ones,
+    and its blocks, if they are few, read faster.
     """
-    all_items, ragged = tiles * parts, batch > 1
-    items = (all_items + tiles) / 2 if ragged and parts > 1 else all_items  # that have keys
-    shorter = all_items / 2 / items if ragged else 1
-    alone = part_keys * pace.of_key  # microseconds of an item whose block alone reads, and of one where all do
-    together = max(part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone)
+    all_items, is_random = tiles * parts, batch > 1 and parts > 1
+    items = (all_items + tiles) / 2 if is_random else all_items  # that have keys
+    of_mean = all_items / 2 / items if batch > 1 else 1  # an item of mean length, as a part of the longest
+    alone = part_keys * pace.of_key  # microseconds of the longest item's products, which no block takes less than
+    together = max(
+        part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone
+    )  # and of reading it where all blocks read
     enough = alone / together  # part of the blocks that reads as fast as all do
 
     def up_to(waves: float) -> float:  # the sum of the times of all numbers of waves from none on
         whole, rest = divmod(waves, 1)
         of_last = [alone * x if x <= enough else (alone * enough + together * x * x) / 2 for x in (1, rest)]
-        return together * shorter * whole * ((whole - 1) / 2 + rest) + of_last[0] * whole + of_last[1]
+        return together * of_mean * whole * ((whole - 1) / 2 + rest) + of_last[0] * whole + of_last[1]
 
     mean = items / pace.blocks
-    more = all_items / math.sqrt(12 * batch) * _SPREAD / pace.blocks if ragged else _POINT
-    least = max(mean - more, 0)
-    of_waves = (up_to(mean + more) - up_to(least)) / (mean + more - least)
+    to_either_side = all_items / math.sqrt(12 * batch) * _SPREAD / pace.blocks if is_random else min(_POINT, mean)
+    least, most = mean - to_either_side, mean + to_either_side
+    of_waves = (up_to(most) - up_to(least)) / (most - least)
     return max(of_waves, together * min(mean, 1), alone) + pace.ends * max(mean, 1)
 
 

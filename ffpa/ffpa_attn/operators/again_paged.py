@@ -1,8 +1,9 @@
 """A call of keys in pages whose kind was seen before goes to its kernels by one lookup, as in `again.py`.
 
-Only addresses tell whether what a call writes lies apart from what it reads, so that is looked at in every call. One that
-leaves it open goes the long way, which knows more, or says what overlaps. Calls have no kind where what tables and lengths
-hold is checked.
+Only addresses tell whether what a call writes lies apart from what it reads, so that is looked at in every call. Where that
+does not settle it, the call goes the long way, which knows more, or says what overlaps. Calls have no kind where what tables
+and lengths hold is checked, nor under autograd, autocast and PyTorch's modes; calls with `cache_batch_idx`, `o`, largest logits
+or one number for all lengths go the long way, too.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def kind(call: Call, args: tuple) -> tuple | None:
     if memory_checks.values_are_read(q, flags):
         return None
     try:
+        types = (*map(type, args), *map(type, args[again.WINDOW]))  # as in again.py
+        if not again.PLAIN.issuperset(types):
+            return None
         return (
             tuple(map(seen, call)),
             k_pages.data_ptr() == v_pages.data_ptr(),
@@ -55,7 +59,7 @@ def kind(call: Call, args: tuple) -> tuple | None:
             call.k_scale is call.v_scale,
             flags,
             args,
-            (*map(type, args), *map(type, args[again.WINDOW])),  # as in again.py
+            types,
         )
     except TypeError:  # `window` is no tuple
         return None
@@ -65,17 +69,17 @@ def remember(kind: tuple, call: Call, where, options: Mapping[str, Any]) -> None
     """Keeps what runs a kind of call, whose first call went well; `where` is that of `paged.attend`."""
     *_, flags, _, _ = kind
     form = Paged(call.k_pages, *where.arguments(), call.sinks, scales=(call.k_scale, call.v_scale))
-    plan = ops.plan_of(form, *call[:3], options, flags, call.out)
-    if plan is not None:
-        again.keep(kind, _runner(plan, form, call, options.get("return_lse", True)))
+    plan, lie_apart = ops.plan_of(form, *call[:3], options, flags, call.out), _lie_apart(call)
+    if plan is not None and lie_apart(call):
+        again.keep(kind, _runner(plan, form, call, lie_apart, options.get("return_lse", True)))
 
 
-def _runner(plan: ops.Plan, form: Paged, first: Call, with_lse: bool) -> Callable:
-    """Makes what does as `paged.attend`, in the least of time."""
+def _runner(plan: ops.Plan, form: Paged, first: Call, lie_apart: Callable, with_lse: bool) -> Callable:
+    """Returns a function that does what `paged.attend` does, as fast as possible; it gives None where that has to be asked."""
     forward, of_plan = plan.choice.plan.forward, (plan.rule, plan.workspace_cap, plan.memo)
     is_empty, is_like_q, no_lse = 0 in plan.out_shape, first.q.shape == plan.out_shape, None
     longest, more, max_q = form.pages.longest, form.pages.more, form.max_q
-    lie_apart, memo = _lie_apart(first), None if first.k is None else appending.be_sure(*_appended(first))
+    memo = None if first.k is None else appending.be_sure(*_appended(first))
 
     def run(call: Call):
         nonlocal no_lse
@@ -111,8 +115,8 @@ def _appended(call: Call) -> tuple:
 
 
 def _lie_apart(first: Call) -> Callable[[Call], bool]:
-    """Makes what says of a call whether what it writes lies apart from what it reads, for certain. Pages of keys and of values
-    may lie in one pool as far from each other as those of the first call, which were checked.
+    """Returns a function that says whether a call certainly writes nothing that it reads. Pages of keys and of values may lie
+    in one pool as far from each other as those of the first call, which were checked.
     """
     pairs = [] if first.out is None else [("out", x) for x in ("q", "k_pages", "v_pages", "sinks")]
     ahead = None
