@@ -279,7 +279,9 @@ def test_a_release_that_loads_otherwise_is_named(monkeypatch):
 @pytest.mark.skipif(RELEASE < (5, 12), reason="a manager that stays serves one call there")
 def test_bench(device, monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    work = replace(bench.QUICK, requests=2, prompt=12)
+    work = replace(
+        bench.QUICK, requests=5, prompt=9, output=3
+    )  # an answer parts at a near tie of bfloat16, which few tokens meet
     found = bench.measure(work, device, iters=1)
     flash_utils._loaded_implementation = None
     assert found["calls"]["flash_attn_varlen_func"] and found["same_tokens"] > 0.5
