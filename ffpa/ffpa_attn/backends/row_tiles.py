@@ -138,10 +138,9 @@ def _of_decoding(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_
     all_items, is_random = tiles * parts, batch > 1 and parts > 1
     items = (all_items + tiles) / 2 if is_random else all_items  # that have keys
     of_mean = all_items / 2 / items if batch > 1 else 1  # an item of mean length, as a part of the longest
-    alone = part_keys * pace.of_key  # microseconds of the longest item's products, which no block takes less than
-    together = max(
-        part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone
-    )  # and of reading it where all blocks read
+    # Microseconds of the longest item's products, and those of reading it where all blocks read.
+    alone = part_keys * pace.of_key
+    together = max(part_keys * bytes_of_key * pace.blocks / pace.bandwidth, alone)
     enough = alone / together  # part of the blocks that reads as fast as all do
 
     def up_to(waves: float) -> float:  # the sum of the times of all numbers of waves from none on

@@ -22,9 +22,8 @@ from .dispatch_keys import KnownAttention, gradients_of, have_work, is_recorded_
 from .forms import Dense, Packed, seen
 
 _MOST_KINDS, _MOST_GRADIENTS = 8192, 16  # kinds of calls, and of gradients of each
-_known: dict[
-    tuple, Callable
-] = {}  # what runs the calls of a kind: it takes their tensors, and gives None for a call that must go the long way
+# What runs the calls of a kind: it takes their tensors, and gives None for a call that must go the long way.
+_known: dict[tuple, Callable] = {}
 WINDOW = 3  # the place of `window` among a function's arguments
 PLAIN = {bool, int, float, str, tuple, type(None), LevelType, MMAAccType}  # values of these types never change
 
