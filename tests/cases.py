@@ -237,6 +237,11 @@ def make_packed_inputs(case: PackedCase, device, seed: int = 0):
     return *tensors, offsets(case.lengths_q, device), offsets(case.lengths_k, device), *longest
 
 
+def attending(reports) -> list[dict]:
+    """Returns the emulator's reports but for that of what clears the rows of no sequence, before others attend."""
+    return [report for report in reports if report["kernel"] != "forward_clear_rows"]
+
+
 def among_neighbours(ours, case: PackedCase, at: int, rows: tuple[int, int], device, seed: int):
     """Returns (q, k, v, cu_seqlens_q, cu_seqlens_k) of the case, in tensors of so many rows, and where sequence `at` has its
     rows of q; that sequence is `ours`, and the others are random numbers of this seed.

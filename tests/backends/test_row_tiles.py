@@ -7,13 +7,13 @@ import compare
 import oracle
 import pytest
 import torch
-from cases import PackedCase, make_packed_inputs, poisoned
+from cases import PackedCase, attending, make_packed_inputs, poisoned
 from ffpa_attn import ffpa_varlen
 from ffpa_attn.backends import fused, row_tiles, two_phase
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.launching import emulated, native
 from ffpa_attn.specs import archs
-from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, TWO_PHASE_COLUMNS, ForwardWgmmaPair
+from ffpa_attn.specs.spec import FUSED_COLUMNS, PAIR_COLUMNS, TWO_PHASE_COLUMNS, ForwardClearRows, ForwardWgmmaPair
 from ffpa_attn.testing import emulate
 from test_fused import PROBLEM, plan_tiles
 
@@ -84,13 +84,14 @@ def attend(forward: Forward, inputs, monkeypatch, **rule) -> tuple[torch.Tensor,
 
     def run(spec, params, memory):
         launch(spec, params, memory)
-        scratch, _ = memory[-1]
-        taken.append(int(scratch.view(torch.int32)[0]))  # the counter at the head of the scratch
+        if spec != ForwardClearRows():
+            scratch, _ = memory[-1]
+            taken.append(int(scratch.view(torch.int32)[0]))  # the counter at the head of the scratch
 
     with monkeypatch.context() as patch, emulate(forward.arch, seed=3) as reports:
         patch.setattr(emulated, "launch", run)
         out, lse = ffpa_varlen(*inputs, return_lse=True, **rule)
-    (report,) = reports
+    (report,) = attending(reports)
     assert report["kernel"].startswith(f"{forward.family}_bf16")
     # Each block begins with the item of its own number, and asks once more than there are items for it: as often as items.
     return out, lse, Ran(taken[0], report["mma"])

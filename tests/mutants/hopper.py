@@ -217,10 +217,6 @@ MUTANTS = [
         ("merge: weights of the first parts for all", "first < 32 ? weights[0] : weights[1]", "weights[0]"),
         ("merge: LSE of slopes as of other logits", "score_of_logit(params, logit)", "logit * kLn2"),
     ),
-    *shared_tiles(
-        "launching/attention_call.py",
-        ("parts: sums of rows without a tile are what memory held", "if self.zeros:", "if False:"),
-    ),
     *edits_in(
         "backends/row_tiles.py",
         "tests/backends/test_shared_tiles.py -k 'cover_all_keys or even'",
@@ -388,7 +384,6 @@ MUTANTS = [
         ("row tiles: more positions of all sequences than 32 bits count", "if positions and max(positions) > MOST_POSITIONS:", "if False:"),
         ("row tiles: one for a single row", "if p.n_q <= ROWS // 2:", "if p.n_q <= 0:"),
         ("row tiles: more than 32 bits count", "if (tiles := count(p, rows)) > MOST_TILES:", "if tiles := 0:"),
-        ("row tiles: rows of no sequence left", "if offsets or not n_k:", "if not n_k:"),
         ("row tiles: a pair counts as a block", "(busy := tiles * blocks_of_tile)", "(busy := tiles)"),
         ENABLE_FFPA_DEBUG="1",
     ),

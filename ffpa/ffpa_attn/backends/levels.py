@@ -94,11 +94,10 @@ class LevelPlan(NamedTuple):
         self, q, k, v, out, lse, mask, offsets, rule, workspace_cap, memo: Memo, sinks=None, largest=None, pages=None
     ) -> None:
         """Runs the forward as choice.Plan says; packed sequences, and keys in pages, come without a mask."""
-        if offsets:  # rows of no sequence get these
+        if offsets and (len(offsets[0]) < 2 or not offsets[2]):  # there are no rows
             out.zero_()
             lse.fill_(-float("inf"))
-            if len(offsets[0]) < 2 or not offsets[2]:
-                return
+            return
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
@@ -444,4 +443,5 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, pages, workspace_c
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in specs]
-    return Call(launches, scratch, partial, row_tiles.sums_to_zero(of_keys, rows, offsets))
+    clear = attention_call.clear_launch(q, k, v, out, offsets, rule, **of_keys.settings) if offsets else None
+    return Call(launches, scratch, partial, clear)

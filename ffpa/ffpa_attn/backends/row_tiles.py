@@ -71,13 +71,6 @@ def floats_of_row(parts: Parts, d_v: int) -> int:
     return parts.count * (-(-d_v // PART_COLUMNS) * PART_COLUMNS + 2)
 
 
-def sums_to_zero(parts: Parts, rows: int, offsets) -> int:
-    """Returns how many floats at the end of the results are zeros before a call with so many rows of all heads: offsets
-    that fall may leave rows to no tile, and the merge reads their sums all the same.
-    """
-    return 2 * rows * parts.count if offsets and parts.count > 1 else 0
-
-
 def most_parts(p: Problem, tile_keys: int, workspace_cap: int) -> int:
     """Returns the most parts of keys that have a tile each, and results that half of the workspace holds."""
     bytes_of_one = p.batch * p.heads_q * p.n_q * floats_of_row(Parts(), p.d_v) * 4
@@ -208,16 +201,14 @@ class RowTilePlan(NamedTuple):
         pages=None,
     ) -> None:
         """Does what levels.LevelPlan.forward does, with a kernel that knows row tiles, and a merge where keys are cut."""
-        n_k = k.shape[-2] if pages is None else pages.longest
-        if offsets or not n_k:  # rows of no sequence, or without keys, get these
-            out.zero_()
-            lse.fill_(-float("inf"))
-        if lse.numel() and not min(n_k, offsets[3] if offsets else 1):  # no kernel runs
-            attention_call.fill_without_keys(lse, sinks, offsets)
         call = memo.get("call")
         if call is None:
             blocks = multiprocessors(q.device)
             call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, pages, blocks, workspace_cap)
+        if not call.launches:  # there are no rows, or no keys
+            out.zero_()
+            if lse.numel():
+                attention_call.fill_without_keys(lse, sinks, offsets)
         call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
     def _call(self, q, k, v, out, mask, offsets, rule, pages, blocks: int, workspace_cap: int) -> Call:
@@ -234,7 +225,8 @@ class RowTilePlan(NamedTuple):
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
         settings |= self.parts.settings
         launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in self.specs]
-        return Call(launches, nbytes // 4 or None, partial, sums_to_zero(self.parts, rows, offsets))
+        clear = attention_call.clear_launch(q, k, v, out, offsets, rule, **self.parts.settings) if offsets else None
+        return Call(launches, nbytes // 4 or None, partial, clear)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..specs.spec import ForwardMerge, KernelSpec
+from ..specs.spec import ForwardClearRows, ForwardMerge, KernelSpec
 from . import structs
 from .launch import CHANGE, READ, WRITE, Launch
 
@@ -140,6 +140,16 @@ def forward_launch(
     return Launch(spec, params, memory, q.device)
 
 
+def clear_launch(q, k, v, out, offsets, rule, **settings) -> Launch:
+    """Returns the launch that gives rows of no sequence zeros and an LSE of -inf. It takes out, lse, offsets of q and
+    partial; what is None is left as it is.
+    """
+    spec, params = ForwardClearRows(), structs.struct("AttentionParams")()
+    describe(params, q, k, v, out, None, offsets, rule, **settings)
+    memory = {"out.data": WRITE, "lse": WRITE, "packed_q.offsets": READ, "partial": WRITE}
+    return Launch(spec, params, memory, q.device)
+
+
 def fill_without_keys(lse: torch.Tensor, sinks: torch.Tensor | None, offsets) -> None:
     """Writes the LSE of a call without keys, that of its sinks alone; for rows of no sequence there are none."""
     lse.fill_(-float("inf"))
@@ -162,20 +172,26 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """Launches of a forward, in order; the floats of their scratch, of their partial results, of zeros at their end."""
+    """Launches of a forward, in order; the floats of their scratch and of their partial results; and what clears the rows
+    of no sequence before, and sums of parts that no row tile writes.
+    """
 
     launches: Sequence[Launch] = ()
     scratch: int | None = None
     partial: int | None = None
-    zeros: int = 0
+    clear: Launch | None = None
 
-    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
+    def __call__(
+        self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None, clears_rows=True
+    ) -> None:
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
-        if self.zeros:
-            partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
+        if self.clear is not None and clears_rows:
+            self.clear(out, lse, cu_q, partial)
+        elif self.clear is not None and partial is not None:
+            self.clear(None, None, cu_q, partial)
         of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale

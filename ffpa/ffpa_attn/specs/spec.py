@@ -117,6 +117,11 @@ class ForwardMerge(KernelSpec):
 
 
 @dataclass(frozen=True)
+class ForwardClearRows(KernelSpec):
+    """This kernel clears the rows of a packed result that belong to no sequence."""
+
+
+@dataclass(frozen=True)
 class ForwardAppendRows(KernelSpec):
     """This kernel appends rows of 16-bit elements, copied as bits, to sequences whose keys lie in pages."""
 
@@ -447,6 +452,6 @@ def aot_specs(flags: Mapping[str, Any]) -> tuple[KernelSpec, ...]:
                 for shape in streamed_shapes(d, acc)
             ]
         kernels += _paged_mma_specs(dtype, [c for c in columns if c in PAGED_COLUMNS], head_dims)
-    kernels += [ForwardArrangeValues(), ForwardAppendRows()]
+    kernels += [ForwardArrangeValues(), ForwardAppendRows(), ForwardClearRows()]
     kernels += [ForwardWgmmaFp8(dtype, width) for dtype in FP8_DTYPES for width in FP8_COLUMNS[last]]
     return tuple(dict.fromkeys(kernels))
