@@ -238,7 +238,7 @@ def make_packed_inputs(case: PackedCase, device, seed: int = 0):
 
 
 def attending(reports) -> list[dict]:
-    """Returns the emulator's reports but for that of what clears the rows of no sequence, before others attend."""
+    """Returns the emulator's reports but for that of what clears the rows of no sequence, once others have attended."""
     return [report for report in reports if report["kernel"] != "forward_clear_rows"]
 
 

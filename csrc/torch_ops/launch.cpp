@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "attention/params/compiled_kernel.h"
+#include "attention/params/kernel_launches.h"
 #include "launch/instance.h"
 #include "ptx/native/driver.h"
 
@@ -85,20 +86,37 @@ void* current_stream(int device) {
   return stream;
 }
 
-void launch(const Instance& instance, const void* params, std::size_t params_bytes, int device) {
-  if (params_bytes != instance.params_bytes) {
-    fail(instance.name, " takes ", instance.params_bytes, " bytes of parameters, and got ", params_bytes,
-         ": its library was built from other sources; install ffpa-cuda again");
-  }
-  const torch::stable::accelerator::DeviceGuard guard(device);
+void launch(const Instance& instance, const void* params, int device, void* stream) {
   LaunchShape shape;
-  const LaunchStatus status = instance.launch(params, device, current_stream(device), &shape);
+  const LaunchStatus status = instance.launch(params, device, stream, &shape);
   if (status.ok()) return;
   int most_smem = 0;
   cudaDeviceGetAttribute(&most_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   fail("launching ", instance.name, " failed: ", status.message, "; grid ", shape.grid, ", cluster ", shape.cluster,
        ", ", shape.threads, " threads, ", shape.smem_bytes, " of ", most_smem, " bytes of shared memory, device ",
        device);
+}
+
+constexpr std::size_t kMostParamsBytes = 4096;  // as many as a kernel takes
+
+// Launches all kernels, with `params` in place of those that Python described, unless it is null.
+void launch_all(const KernelLaunches& of, const uint64_t* addresses, const uint8_t* params) {
+  const std::size_t bytes = of.params_bytes;
+  const auto instance = [&](int i) -> const Instance& { return *reinterpret_cast<const Instance*>(of.kernel[i]); };
+  for (int i = 0; i < of.kernels; ++i) {
+    if (bytes == instance(i).params_bytes && bytes <= kMostParamsBytes) continue;
+    fail(instance(i).name, " takes ", instance(i).params_bytes, " bytes of parameters, and got ", bytes,
+         ": its library was built from other sources; install ffpa-cuda again");
+  }
+  const torch::stable::accelerator::DeviceGuard guard(of.device);
+  void* stream = current_stream(of.device);
+  if (params == nullptr) params = of.params;
+  for (int i = 0; i < of.kernels; ++i, params += bytes) {
+    alignas(16) uint8_t filled[kMostParamsBytes];
+    std::memcpy(filled, params, bytes);
+    for (int j = 0; j < of.addresses; ++j) std::memcpy(filled + of.place[j], &addresses[j], sizeof(*addresses));
+    launch(instance(i), filled, of.device, stream);
+  }
 }
 
 // ---- kernels that Triton compiled ----
@@ -192,10 +210,9 @@ FFPA_FOR_PYTHON ffpa_find_kernel(const char* name, const void** kernel) {
   return ffpa::problem_of([&] { *kernel = ffpa::find_instance(name); });
 }
 
-// Enqueues a kernel with its Config's Params on PyTorch's current stream of `device`.
-FFPA_FOR_PYTHON ffpa_launch(const void* kernel, const void* params, std::size_t params_bytes, int device) {
-  return ffpa::problem_of(
-      [&] { ffpa::launch(*static_cast<const ffpa::Instance*>(kernel), params, params_bytes, device); });
+// Enqueues kernels, one after another, on PyTorch's current stream of their device; `params` may be null.
+FFPA_FOR_PYTHON ffpa_launch(const ffpa::KernelLaunches* kernels, const uint64_t* addresses, const uint8_t* params) {
+  return ffpa::problem_of([&] { ffpa::launch_all(*kernels, addresses, params); });
 }
 
 // Says whether kernels that Triton compiled take the parameters that Python describes.

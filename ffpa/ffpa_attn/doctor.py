@@ -85,7 +85,7 @@ def merged_alone(spec: ForwardMerge, x: torch.Tensor) -> torch.Tensor:
     partial = torch.cat((x.float().flatten(), sums.flatten()))
     out = torch.empty_like(x)
     call = x[None, None], x[None, None], x[None, None], out[None, None]
-    launch = forward_launch(spec, *call, None, None, Rule(1.0, 0.0, Visibility(-1, -1, False)))
+    launch = forward_launch((spec,), *call, None, None, Rule(1.0, 0.0, Visibility(-1, -1, False)))
     launch(*call, *[None] * 5, partial, None, None, *NO_PAGES)
     return out
 

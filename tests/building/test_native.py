@@ -182,13 +182,13 @@ def test_library_reports_versions_and_wrong_files(native, tmp_path):
     with pytest.raises(RuntimeError, match="holds no kernel named another"):
         native.load_kernel(str(native._PACKAGE / build.LIBRARY), "another", "a")
     with pytest.raises(RuntimeError, match="no kernel named nobody is loaded"):
-        native.launcher("nobody", 0)
+        native.launcher(["nobody"], [b""], [], 0)
 
 
 def test_parameters_of_another_version_are_refused(native):
-    launch = native.launcher(BUILT.name, 0)
+    launch = native.launcher([BUILT.name], [bytes(8)], [], 0)
     with pytest.raises(RuntimeError, match=f"{BUILT.name} takes .* bytes of parameters, and got 8: .*other sources"):
-        launch(bytes(8))
+        launch(b"")
 
 
 def test_a_model_can_neither_load_a_file_nor_launch_a_kernel(native):
@@ -306,10 +306,10 @@ def test_it_runs_on_the_tensors_gpu(native):
 @needs_gpu
 def test_a_failed_launch_says_what_was_launched(native):
     device = torch.device("cuda", 0)
-    launch = native.launcher(name := native.kernel(BUILT, native.gpu_of(device)), 0)
     params = structs.struct("AttentionParams")(batch=1 << 10, heads_q=1 << 10, n_q=1 << 11)  # a grid holds one less
+    launch = native.launcher([name := native.kernel(BUILT, native.gpu_of(device))], [bytes(params)], [], 0)
     with pytest.raises(RuntimeError, match=rf"launching {name} failed: invalid .*grid 2147483648 x 1 x 1.*128 threads"):
-        launch(bytes(params))
+        launch(b"")
     x = numbers()  # the error does not stick: the next launch works
     assert torch.equal(merged_alone(BUILT, x), x)
 

@@ -1,6 +1,7 @@
 """Tests that Python and the compiler agree on the structs of a call's numbers."""
 
 import ctypes
+import struct
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from ffpa_attn import env, ffpa
 from ffpa_attn.building import build
 from ffpa_attn.doctor import merged_alone
 from ffpa_attn.launching import emulated, native, structs
-from ffpa_attn.launching.launch import READ, WRITE, Launch
+from ffpa_attn.launching.launch import READ, WRITE, Kernel, Launch
 from ffpa_attn.specs.spec import BackwardRows, ForwardMerge
 from ffpa_attn.testing import emulate
 
@@ -66,19 +67,24 @@ def test_addresses_and_numbers_of_a_call_reach_a_gpus_kernel(monkeypatch):
     launched = []
     monkeypatch.setattr(native, "gpu_of", lambda device: "sm_90")
     monkeypatch.setattr(native, "kernel", lambda spec, gpu: f"{spec.name}@{gpu}")
-    monkeypatch.setattr(native, "launcher", lambda *of: lambda params: launched.append((*of, params)))
+    monkeypatch.setattr(native, "launcher", lambda *of: lambda *call: launched.append((*of, *call)))
     kind = structs.struct("BackwardParams")
     memory = {"attention.q.data": READ, "attention.lse": WRITE, "partial": READ}
-    launch = Launch(BackwardRows("f16"), kind(entries=9, turn=3), memory, torch.device("cuda", 1), "first_entry")
+    launch = Launch(
+        [Kernel(BackwardRows("f16"), kind(entries=9, turn=3), memory)], torch.device("cuda", 1), "first_entry"
+    )
     x, y = torch.zeros(3), torch.zeros(4)
     launch(x, y, None, ints=(1, 2, 3, 4, 5, 6, 7))
     launch(y, None, x, ints=(8,))
-    (kernel, device, *_), _ = launched
-    assert (kernel, device) == ("backward_rows_f16@sm_90", 1)
-    first, second = (kind.from_buffer_copy(call[2]) for call in launched)
-    assert (first.attention.q.data, first.attention.lse, first.partial) == (x.data_ptr(), y.data_ptr(), 0)
+    (names, params, places, device, _, _), _ = launched
+    assert (names, params, device) == (["backward_rows_f16@sm_90"], [bytes(kind(entries=9, turn=3))], 1)
+    assert places == [structs.offset(kind, field) for field in memory]
+    assert [struct.unpack("3Q", call[4]) for call in launched] == [
+        (x.data_ptr(), y.data_ptr(), 0),
+        (y.data_ptr(), 0, x.data_ptr()),
+    ]
+    first, second = (kind.from_buffer_copy(call[5]) for call in launched)
     assert (first.first_entry, first.entries, first.end_key, first.turn) == (1, 2, 6, 7)
-    assert (second.attention.q.data, second.attention.lse, second.partial) == (y.data_ptr(), 0, x.data_ptr())
     assert (second.first_entry, second.entries, second.turn) == (8, 9, 3)
 
 

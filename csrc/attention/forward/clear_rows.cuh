@@ -1,9 +1,10 @@
 // Clears what the other kernels of a packed call leave unwritten: rows of no sequence get zeros, and an LSE of -inf.
-// Where offsets ascend, these rows lie in gaps: before a sequence begins and after the one before it has ended. Where
-// they fall, row tiles miss rows of sequences as well. Then all rows are cleared, and so are the sums of all parts of
-// keys, which the merge reads.
+// These rows lie in gaps: before a sequence begins and after the one before it has ended. Where a sequence begins
+// before the one before it, row tiles miss rows of sequences as well: then all rows are cleared.
 //
-// A block owns a range of rows, and each of its warps looks at all sequences: mostly they find nothing to do.
+// A block owns a range of rows, and each of its warps looks at all sequences: mostly they find nothing to do. The
+// kernel is the last of a call and starts early. It does not wait for the kernel before it to read offsets, as that one
+// began when they were there, nor to write gaps, where nobody else writes.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +63,6 @@ void forward_clear_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
   const PackedRows& packed = params.packed_q;
   const int first_row = int(ptx::block_x()) * Config::rows_of_block(params);
   const RowRange mine = {first_row, min_of(first_row + Config::rows_of_block(params), packed.total)};
-  ptx::wait_for_earlier_kernels();
 
   // ---- gaps: number i lies before sequence i, and the last one behind all sequences ----
 
@@ -83,17 +83,13 @@ void forward_clear_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
       clear_rows<Config>(params, {ptx::shfl_idx(gap.begin, owner), ptx::shfl_idx(gap.end, owner)});
     }
   }
+  ptx::wait_for_earlier_kernels();
   if (!ptx::vote_any(falls)) return;
 
   // ---- offsets fall somewhere ----
 
   ptx::sync_block();  // gaps are written by other threads
   clear_rows<Config>(params, mine);
-  const int64_t sums = params.splits > 1 && params.partial != nullptr ? params.all_rows() * params.splits : 0;
-  const int64_t threads = int64_t{Config::kThreads} * Config::blocks(params);
-  for (int64_t i = int64_t(ptx::block_x()) * Config::kThreads + ptx::thread_x(); i < sums; i += threads) {
-    ptx::st_global_8(params.partial_sums(0) + 2 * i, {0, 0});
-  }
 }
 
 }  // namespace ffpa

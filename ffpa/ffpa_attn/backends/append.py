@@ -12,7 +12,7 @@ import torch
 from .. import env
 from ..checks import memory_checks
 from ..launching import native, structs
-from ..launching.launch import CHANGE, READ, Launch
+from ..launching.launch import CHANGE, READ, Kernel, Launch
 from ..specs.spec import ForwardAppendRows
 from ..support.private_torch import PlainTorch
 
@@ -122,7 +122,7 @@ def _launch_of(
     params.paged.entries, params.paged.table_stride = entries, table_stride
     memory = dict.fromkeys(("k.data", "v.data"), READ) | dict.fromkeys(("k_pages.data", "v_pages.data"), CHANGE)
     memory |= {f"paged.{name}": READ for name in ("used", "table", "added")}
-    return Launch(spec, params, memory, device)
+    return Launch([Kernel(spec, params, memory)], device)
 
 
 def _by_pytorch(new, pages, cache_seqlens, table, added) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ..checks import memory_checks
 from ..launching import attention_call, structs
-from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
+from ..launching.launch import CHANGE, READ, WRITE, Kernel, Launch, multiprocessors
 from ..specs.problem import MOST_POSITIONS, Problem, Visibility
 from ..specs.spec import (
     MMA_PRODUCT_TILES,
@@ -129,7 +129,7 @@ class BackwardPlan(NamedTuple):
         first = reads | uses_of_gradients(offsets) | dict.fromkeys(_WORKSPACE, WRITE)
         later = reads | dict.fromkeys((*_GRADIENTS, *_WORKSPACE), CHANGE)
         return [
-            Launch(spec, params, first if spec is self.rows else later, inputs[0].device, "first_entry")
+            Launch([Kernel(spec, params, first if spec is self.rows else later)], inputs[0].device, "first_entry")
             for spec in self.specs
         ]
 

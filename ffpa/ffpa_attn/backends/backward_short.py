@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..launching.launch import Launch
+from ..launching.launch import Kernel, Launch
 from ..specs import archs
 from ..specs.problem import Problem
 from ..specs.spec import SHORT_TILES, BackwardMmaShort, short_columns
@@ -44,7 +44,7 @@ class ShortPlan(NamedTuple):
         if launch is None:
             params = backward.describe(inputs, grads, offsets, rule, stages=self.stages)
             memory = backward.INPUTS | backward.uses_of_gradients(offsets)
-            launch = memo["launch"] = Launch(self.spec, params, memory, inputs[0].device)
+            launch = memo["launch"] = Launch([Kernel(self.spec, params, memory)], inputs[0].device)
         launch(*inputs, *grads)
         mask_gradient(saved, d_mask, mask, rule, workspace_cap)
 

@@ -45,10 +45,6 @@ class DequantisedPlan(NamedTuple):
         self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None, pages=None
     ) -> None:  # fmt: skip
         """Does what RowTilePlan.forward does."""
-        if offsets:
-            clear = memo.get("clear") or attention_call.clear_launch(q, k, v, out, offsets, rule)
-            memo["clear"] = clear
-            clear(out, lse if lse.numel() else None, offsets[0], None)
         together = max(1, min(self.together, workspace_cap // self._bytes_of_sequence(k, v, pages)))
         for first in range(0, len(pages.used), together):
             some = slice(first, first + together)
@@ -65,7 +61,10 @@ class DequantisedPlan(NamedTuple):
             )
             memo[len(where.used)] = call
             of_largest = None if largest is None else largest[some]
-            call(rows[0], keys, values, *rows[1:], None, of_q, sinks, of_largest, where, clears_rows=False)
+            call(rows[0], keys, values, *rows[1:], None, of_q, sinks, of_largest, where)
+        if offsets:
+            clear = memo["clear"] = memo.get("clear") or attention_call.clear_call(q, k, v, out, offsets, rule)
+            clear(q, k, v, out, lse, None, offsets)
 
     def _bytes_of_sequence(self, k, v, pages: Pages) -> int:
         entries, rows = _held(k, pages)
@@ -74,7 +73,9 @@ class DequantisedPlan(NamedTuple):
 
     def _call(self, q, k, v, out, offsets, rule, pages: Pages, workspace_cap: int) -> Call:
         left = max(workspace_cap - (1 if self.values_in_keys else 2) * k.nbytes, 0)
-        return self.attention._call(q, k, v, out, None, offsets, rule, pages, multiprocessors(q.device), left)
+        return self.attention._call(
+            q, k, v, out, None, offsets, rule, pages, multiprocessors(q.device), left, clears=False
+        )
 
 
 def _held(pool, pages: Pages) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..launching import attention_call, structs
-from ..launching.launch import CHANGE, READ, WRITE, Launch, multiprocessors
+from ..launching.launch import CHANGE, READ, WRITE, Kernel, Launch, multiprocessors
 from ..specs.problem import FP8_BLOCK, Problem
 from ..specs.spec import FP8_COLUMNS, ForwardArrangeValues, ForwardWgmmaFp8
 from . import row_tiles
@@ -68,7 +68,7 @@ class Fp8Plan(NamedTuple):
         params.arranged_keys = arranged.shape[3]
         params.batch_stride, params.head_stride, params.key_stride, params.column_stride = *steps, of_column
         params.words = of_column == 1 and not any(x % 4 for x in (*steps, v.data_ptr()))
-        return Launch(ForwardArrangeValues(), params, {"v": READ, "arranged": WRITE}, v.device)
+        return Launch([Kernel(ForwardArrangeValues(), params, {"v": READ, "arranged": WRITE})], v.device)
 
     def _attending(self, q, k, v, scales, out, rule, blocks: int) -> Launch:
         params = structs.struct("Fp8Params")()
@@ -82,7 +82,7 @@ class Fp8Plan(NamedTuple):
         memory |= dict.fromkeys(("q_scale.data", "k_scale.data", "v_scale.data"), READ)
         memory |= dict.fromkeys(("attention.out.data", "attention.lse", "attention.scratch"), WRITE)
         memory |= {"attention.sinks": READ, "attention.largest": CHANGE}
-        return Launch(self.spec, params, memory, q.device)
+        return Launch([Kernel(self.spec, params, memory)], q.device)
 
 
 def plan(p: Problem, flags: Mapping[str, Any]) -> Fp8Plan | str:

@@ -442,6 +442,4 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, pages, workspace_c
     of_plan = "stages", "value_stages", "q_resident", "grid_of_heads", "tile_heads"
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
-    launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in specs]
-    clear = attention_call.clear_launch(q, k, v, out, offsets, rule, **of_keys.settings) if offsets else None
-    return Call(launches, scratch, partial, clear)
+    return Call(forward_launch(specs, q, k, v, out, mask, offsets, rule, pages, **settings), scratch, partial)

@@ -205,13 +205,13 @@ class RowTilePlan(NamedTuple):
         if call is None:
             blocks = multiprocessors(q.device)
             call = memo["call"] = self._call(q, k, v, out, mask, offsets, rule, pages, blocks, workspace_cap)
-        if not call.launches:  # there are no rows, or no keys
+        if call.launch is None:  # there are no rows, or no keys
             out.zero_()
             if lse.numel():
                 attention_call.fill_without_keys(lse, sinks, offsets)
         call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
-    def _call(self, q, k, v, out, mask, offsets, rule, pages, blocks: int, workspace_cap: int) -> Call:
+    def _call(self, q, k, v, out, mask, offsets, rule, pages, blocks: int, workspace_cap: int, clears=True) -> Call:
         n_q, n_k = attention_call.lengths(q, k, offsets, pages)
         batch = attention_call.entries(q, offsets)
         if not (batch and n_q and n_k):
@@ -224,9 +224,8 @@ class RowTilePlan(NamedTuple):
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
         settings |= self.parts.settings
-        launches = [forward_launch(spec, q, k, v, out, mask, offsets, rule, pages, **settings) for spec in self.specs]
-        clear = attention_call.clear_launch(q, k, v, out, offsets, rule, **self.parts.settings) if offsets else None
-        return Call(launches, nbytes // 4 or None, partial, clear)
+        launch = forward_launch(self.specs, q, k, v, out, mask, offsets, rule, pages, clears, **settings)
+        return Call(launch, nbytes // 4 or None, partial)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

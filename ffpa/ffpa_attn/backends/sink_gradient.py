@@ -14,7 +14,7 @@ import torch
 
 from .. import env
 from ..launching import native, structs
-from ..launching.launch import READ, WRITE, Launch
+from ..launching.launch import READ, WRITE, Kernel, Launch
 from ..specs.spec import BackwardSinkGradient
 from ..support.private_torch import PlainTorch
 from .backward import as_read
@@ -79,7 +79,7 @@ def _launch(spec: BackwardSinkGradient, device: torch.device, shape, of_out, of_
         view.batch_stride, view.head_stride, view.row_stride = steps[:3]
     params.batch, params.heads, params.rows, params.columns = shape
     memory = dict.fromkeys(("out.data", "grad_out.data", "lse", "grad_lse", "sinks"), READ)
-    return Launch(spec, params, memory | {"partial": WRITE, "delta": WRITE}, device)
+    return Launch([Kernel(spec, params, memory | {"partial": WRITE, "delta": WRITE})], device)
 
 
 def _by_pytorch(grad_out, grad_lse, out, lse, sinks, delta) -> torch.Tensor:

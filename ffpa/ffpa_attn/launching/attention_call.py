@@ -14,7 +14,7 @@ import torch
 
 from ..specs.spec import ForwardClearRows, ForwardMerge, KernelSpec
 from . import structs
-from .launch import CHANGE, READ, WRITE, Launch
+from .launch import CHANGE, READ, WRITE, Kernel, Launch
 
 _LARGEST_INT = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -125,29 +125,26 @@ def describe(
 
 
 def forward_launch(
-    spec: KernelSpec, q, k, v, out, mask, offsets, rule, pages: Pages | None = None, **settings
+    specs: Sequence[KernelSpec], q, k, v, out, mask, offsets, rule, pages: Pages | None = None, clears=True, **settings
 ) -> Launch:
-    """Returns the launch of a forward kernel, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
-    sinks, largest, and the tensors of pages (_OF_PAGES).
+    """Returns the launch of a forward's kernels, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
+    sinks, largest, and the tensors of pages (_OF_PAGES). At last, rows of no sequence are cleared, unless `clears` is
+    false: calls for some sequences each leave that to clear_call().
     """
     params = structs.struct("AttentionParams")()
     describe(params, q, k, v, out, mask, offsets, rule, pages, **settings)
-    result = CHANGE if offsets else WRITE  # rows of no sequence, and sums of rows of no tile, are written before
+    if offsets and clears:
+        specs = (*specs, ForwardClearRows())
+    return Launch([Kernel(spec, params, _uses(spec, WRITE if clears else CHANGE)) for spec in specs], q.device)
+
+
+def _uses(spec: KernelSpec, result: str) -> dict[str, str]:
+    if isinstance(spec, ForwardClearRows):
+        result = CHANGE
     memory = {"q.data": READ, "k.data": READ, "v.data": READ, "out.data": result, "lse": result, "mask.data": READ}
     memory |= {"packed_q.offsets": READ, "packed_k.offsets": READ, "scratch": WRITE}
     memory |= {"partial": READ if isinstance(spec, ForwardMerge) else result, "sinks": READ, "largest": CHANGE}
-    memory |= {f"paged.{name}": READ for name in _OF_PAGES}
-    return Launch(spec, params, memory, q.device)
-
-
-def clear_launch(q, k, v, out, offsets, rule, **settings) -> Launch:
-    """Returns the launch that gives rows of no sequence zeros and an LSE of -inf. It takes out, lse, offsets of q and
-    partial; what is None is left as it is.
-    """
-    spec, params = ForwardClearRows(), structs.struct("AttentionParams")()
-    describe(params, q, k, v, out, None, offsets, rule, **settings)
-    memory = {"out.data": WRITE, "lse": WRITE, "packed_q.offsets": READ, "partial": WRITE}
-    return Launch(spec, params, memory, q.device)
+    return memory | {f"paged.{name}": READ for name in _OF_PAGES}
 
 
 def fill_without_keys(lse: torch.Tensor, sinks: torch.Tensor | None, offsets) -> None:
@@ -172,31 +169,28 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """Launches of a forward, in order; the floats of their scratch and of their partial results; and what clears the rows
-    of no sequence before, and sums of parts that no row tile writes.
-    """
+    """The launch of a forward's kernels, if there are any; the floats of their scratch and of their partial results."""
 
-    launches: Sequence[Launch] = ()
+    launch: Launch | None = None
     scratch: int | None = None
     partial: int | None = None
-    clear: Launch | None = None
 
-    def __call__(
-        self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None, clears_rows=True
-    ) -> None:
+    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
+        if self.launch is None:
+            return
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
         lse = lse if lse.numel() else None
-        if self.clear is not None and clears_rows:
-            self.clear(out, lse, cu_q, partial)
-        elif self.clear is not None and partial is not None:
-            self.clear(None, None, cu_q, partial)
         of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
-        for launch in self.launches:
-            launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
+        self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
+
+
+def clear_call(q, k, v, out, offsets, rule) -> Call:
+    """Returns what clears rows of no sequence behind calls for some of the sequences each, as a launch of its own."""
+    return Call(forward_launch((), q, k, v, out, None, offsets, rule))
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

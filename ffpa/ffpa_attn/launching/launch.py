@@ -1,11 +1,12 @@
-"""Launches a kernel, on a GPU or in the emulator, with the same bytes: the struct of numbers that kernel takes."""
+"""Launches kernels, on a GPU or in the emulator, with the same bytes: the struct of numbers that each kernel takes."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,44 +17,62 @@ from . import native, structs
 READ, WRITE, CHANGE = "read", "write", "change"
 
 
-class Launch:
-    """A kernel with the numbers that calls of a kind have in common. A call brings tensors, whose addresses go to the
-    fields that `memory` names, and numbers for the ints from field `first_int` on.
+class Kernel(NamedTuple):
+    """A kernel with the numbers that calls of a kind have in common; `memory` has the fields for a call's addresses, and
+    what it does with what lies there.
     """
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        params: ctypes.Structure,
-        memory: Mapping[str, str],
-        device: torch.device,
-        first_int: str | None = None,
-    ):
-        self._params = bytes(params)
-        self._places = tuple(structs.offset(type(params), field) // 8 for field in memory)
-        self._ints_at = first_int and structs.offset(type(params), first_int)
+    spec: KernelSpec
+    params: ctypes.Structure
+    memory: Mapping[str, str]
+
+
+class Launch:
+    """Kernels that a call runs one after another; they take params of one type. A call brings tensors, whose addresses go
+    to the fields that each kernel's `memory` names, and, for one kernel, numbers for the ints from field `first_int` on.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], device: torch.device, first_int: str | None = None):
+        kind, fields = type(kernels[0].params), tuple(kernels[0].memory)
+        assert all(type(params) is kind and tuple(memory) == fields for _, params, memory in kernels)
+        places = [structs.offset(kind, field) for field in fields]
+        self._pack = struct.Struct(f"{len(fields)}Q").pack
+        self._params = bytes(kernels[0].params)
+        self._ints_at = first_int and structs.offset(kind, first_int)
         if device.type == "cuda":
-            enqueue = native.launcher(native.kernel(spec, native.gpu_of(device)), device.index)
-            self._run = lambda params, _: enqueue(params)
+            gpu = native.gpu_of(device)
+            names, params = [native.kernel(of.spec, gpu) for of in kernels], [bytes(of.params) for of in kernels]
+            self._enqueue = native.launcher(names, params, places, device.index)
         else:
-            self._run = partial(_emulated, spec, tuple(memory.values()))
+            self._enqueue = None
+            self._emulated = [
+                partial(_emulated, spec, bytes(params), places, memory) for spec, params, memory in kernels
+            ]
 
     def __call__(self, *tensors: torch.Tensor | None, ints: tuple[int, ...] = ()) -> None:
-        params = bytearray(self._params)
-        words = memoryview(params).cast("Q")
-        for place, x in zip(self._places, tensors, strict=True):
-            if x is not None:
-                words[place] = x.data_ptr()
+        addresses = self._pack(*[0 if x is None else x.data_ptr() for x in tensors])
+        params = None
         if ints:
+            params = bytearray(self._params)
             struct.pack_into(f"{len(ints)}i", params, self._ints_at, *ints)
-        self._run(bytes(params), tensors)
+            params = bytes(params)
+        if self._enqueue is not None:
+            self._enqueue(addresses, params)
+            return
+        for run in self._emulated:
+            run(addresses, params, tensors)
 
 
-def _emulated(spec: KernelSpec, uses: tuple[str, ...], params: bytes, tensors) -> None:
+def _emulated(
+    spec: KernelSpec, of_all: bytes, places, uses: Mapping[str, str], addresses: bytes, params, tensors
+) -> None:
     from . import emulated
 
-    memory = [(x, use) for x, use in zip(tensors, uses, strict=True) if x is not None and x.numel()]
-    emulated.launch(spec, params, memory)
+    filled = bytearray(params or of_all)
+    for place, address in zip(places, memoryview(addresses).cast("Q"), strict=True):
+        struct.pack_into("Q", filled, place, address)
+    memory = [(x, use) for x, use in zip(tensors, uses.values(), strict=True) if x is not None and x.numel()]
+    emulated.launch(spec, bytes(filled), memory)
 
 
 _properties = cache(torch.cuda.get_device_properties)

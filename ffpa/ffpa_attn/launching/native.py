@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..specs import archs
 from ..specs.problem import Problem
 from ..specs.spec import KernelSpec, aot_specs
 from ..support.transient import is_transient
+from . import structs
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PYTHON_ONLY = (
@@ -164,21 +165,29 @@ def load_kernel(path: str, spec: str, name: str) -> None:
     _raise(load(os.fsencode(path), spec.encode(), name.encode()))
 
 
-def launcher(name: str, device: int) -> Callable[[bytes], None]:
-    """Returns what enqueues a registered kernel on PyTorch's current stream. What its params point to must live until
-    then, as a caller's tensors do.
+def launcher(names: Sequence[str], params: Sequence[bytes], places: Sequence[int], device: int) -> Callable:
+    """Returns what enqueues registered kernels, one after another, on PyTorch's current stream: it takes the addresses
+    that go to these places of each kernel's params, and params to use instead, or None. What addresses point to must
+    live until then, as a caller's tensors do.
     """
-    found = ctypes.c_void_p()
     find = _function("ffpa_find_kernel", ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
-    _raise(find(name.encode(), ctypes.byref(found)))
-    kernel = found.value
-    run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+    run = _function("ffpa_launch", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+    kernels, all_params = (ctypes.c_uint64 * len(names))(), ctypes.create_string_buffer(b"".join(params))
+    for i, name in enumerate(names):
+        found = ctypes.c_void_p()
+        _raise(find(name.encode(), ctypes.byref(found)))
+        kernels[i] = found.value
+    kept = kernels, all_params, (ctypes.c_int * len(places))(*places)  # C reads them at every launch
+    addresses_of = map(ctypes.addressof, kept)
+    launches = structs.struct("KernelLaunches")(len(names), len(places), len(params[0]), device, *addresses_of)
+    address = ctypes.addressof(launches)
 
-    def enqueue(params: bytes) -> None:
-        problem = run(kernel, params, len(params), device)
+    def enqueue(addresses: bytes, params: bytes | None = None) -> None:
+        problem = run(address, addresses, params)
         if problem:
             _raise(problem)
 
+    enqueue.kept = launches, kept
     return enqueue
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from ..building import build
 
 _HEADERS = ("attention_params.h", "append_params.h", "backward_params.h", "compiled_kernel.h", "fp8_params.h")
-_HEADERS += ("sink_gradient_params.h",)
+_HEADERS += ("kernel_launches.h", "sink_gradient_params.h")
 _ADDRESS = ctypes.c_uint64
 _NUMBERS = {"int": ctypes.c_int, "bool": ctypes.c_bool, "float": ctypes.c_float, "int64_t": ctypes.c_int64}
 _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)

@@ -80,6 +80,9 @@ def _runner(plan: ops.Plan, form: Paged, first: Call, lie_apart: Callable, with_
     is_empty, is_like_q, no_lse = 0 in plan.out_shape, first.q.shape == plan.out_shape, None
     longest, more, max_q = form.pages.longest, form.pages.more, form.max_q
     memo = None if first.k is None else appending.be_sure(*_appended(first))
+    launched = plan.memo.get("call")  # the first call's launches, of plans that keep them so
+    if launched is not None and launched.launch is None:
+        launched = None
 
     def run(call: Call):
         nonlocal no_lse
@@ -99,8 +102,11 @@ def _runner(plan: ops.Plan, form: Paged, first: Call, lie_apart: Callable, with_
                 pages = Pages(used, table, longest, left, added, more, *scales)
                 offsets = None if cu_q is None else (cu_q, None, max_q, longest)
                 sinks = None if sinks is None else ops.as_read(sinks)
-                rows = (x.transpose(-3, -2) for x in (q, k, v, out))
-                forward(*rows, lse, None, offsets, *of_plan, sinks=sinks, pages=pages)
+                if launched is not None:  # it takes addresses alone, which are those of the views below
+                    launched(q, k, v, out, lse, None, offsets, sinks, None, pages)
+                else:
+                    rows = (x.transpose(-3, -2) for x in (q, k, v, out))
+                    forward(*rows, lse, None, offsets, *of_plan, sinks=sinks, pages=pages)
         except torch.OutOfMemoryError as error:
             raise ops.no_memory(error, plan, q.dtype) from None
         return (out, lse) if with_lse else out
