@@ -28,7 +28,7 @@ MUTANTS: list[Mutant] = [
     *edits_in(
         "backends/dequantised.py",
         "tests/backends/test_dequantised.py -k 'not cuda'",
-        ("dequantised: each call clears what others wrote", "left, clears=False)", "left)"),
+        ("dequantised: each call clears what others wrote", "left, clears=False\n", "left\n"),
         ("dequantised: rows of no sequence stay", "            clear(q, k, v, out, lse, None, offsets)\n", ""),
         ENABLE_FFPA_DEBUG="1",
     ),
