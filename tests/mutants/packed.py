@@ -27,7 +27,7 @@ MUTANTS: list[Mutant] = [
     ),
     *edits_in(
         "backends/dequantised.py",
-        "tests/backends/test_dequantised.py -k 'not cuda'",
+        "tests/operators/test_eight_bit_caches.py -k 'for_wgmma and not cuda'",
         ("dequantised: each call clears what others wrote", "left, clears=False\n", "left\n"),
         ("dequantised: rows of no sequence stay", "            clear(q, k, v, out, lse, None, offsets)\n", ""),
         ENABLE_FFPA_DEBUG="1",
