@@ -6,10 +6,11 @@ import pytest
 import torch
 from ffpa_attn.backends.reference import Rule
 from ffpa_attn.launching import attention_call
+from ffpa_attn.launching.attention_call import Call
 from ffpa_attn.specs.problem import Visibility
 from ffpa_attn.testing import emulate
 
-D, HEADS, FREE = 24, 3, 7.0  # FREE is what nobody has written
+D, HEADS, TILE_ROWS, FREE = 24, 3, 32, 7.0  # FREE is what nobody has written
 RULE = Rule(1.0, 0.0, Visibility(-1, -1, False))
 MANY = [i * 9 + i // 40 for i in range(80)]  # three looks of a warp, with a row of no sequence behind every 40 of them
 
@@ -27,11 +28,13 @@ ASCENDING = {
     "the last sequence ends before it begins": ([*MANY, 790, 780], 800, 99),
     "no gap": ([0, 7, 40], 40, 40),
 }
-# Some sequence begins before the one before it.
+# Some sequence begins before the one before it; and the rows that a tile of TILE_ROWS has all the same.
 FALLING = {
-    "once": ([0, 30, 20, 40], 40, 99),
-    "before the first sequence of many": ([5, 3, *MANY[1:]], 800, 99),
-    "from beyond the tensor": ([0, 99, 10, 40], 40, 99),
+    "once": (([0, 30, 20, 40], 40, 99), [(0, 40)]),
+    "offsets that end with zeros": (([0, 10, 30, 0, 0], 40, 99), [(0, 30)]),
+    "one row each, and zeros": (([*range(41), 0, 0, 0], 300, 1), [(0, 40)]),
+    "tiles of others": (([0, 100, 120, 0, 0], 300, 128), [(0, 96)]),
+    "from beyond the tensor": (([0, 99, 10, 40], 40, 99), [(0, 40)]),
 }
 
 
@@ -50,8 +53,9 @@ def clear(case, device) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.full((HEADS, total), FREE, device=device)
     cu = torch.tensor(offsets, dtype=torch.int32, device=device)
     packed = cu, cu, longest, 9
+    launch = attention_call.forward_launch((), out, out, out, out, None, packed, RULE, tile_rows=TILE_ROWS)
     with emulate("sm_80", seed=2):
-        attention_call.clear_call(out, out, out, out, packed, RULE)(out, out, out, out, lse, None, packed)
+        Call(launch)(out, out, out, out, lse, None, packed)
     return out, lse
 
 
@@ -63,15 +67,19 @@ def test_rows_of_no_sequence_alone_are_cleared(case, device):
     assert (out[:, stays] == FREE).all() and (lse[:, stays] == FREE).all()
 
 
-@pytest.mark.parametrize("case", FALLING.values(), ids=FALLING)
-def test_all_is_cleared_where_begins_fall(case, device):
+@pytest.mark.parametrize("case, tiles", FALLING.values(), ids=FALLING)
+def test_rows_without_a_tile_are_cleared_where_begins_fall(case, tiles, device):
     out, lse = clear(case, device)
-    assert not out.any() and torch.isneginf(lse).all()
+    stays = torch.zeros(case[1], dtype=torch.bool, device=device)
+    for begin, end in tiles:
+        stays[begin:end] = True
+    assert (out == 0).all(2).all(0).equal(~stays) and torch.isneginf(lse).all(0).equal(~stays)
 
 
 def test_without_an_lse(device):
     out = torch.full((HEADS, 40, D), FREE, dtype=torch.bfloat16, device=device)
     packed = (torch.tensor([3, 30], dtype=torch.int32, device=device),) * 2 + (99, 9)
+    launch = attention_call.forward_launch((), out, out, out, out, None, packed, RULE, tile_rows=TILE_ROWS)
     with emulate("sm_80"):
-        attention_call.clear_call(out, out, out, out, packed, RULE)(out, out, out, out, torch.empty(0), None, packed)
+        Call(launch)(out, out, out, out, torch.empty(0), None, packed)
     assert not out[:, :3].any() and not out[:, 30:].any() and (out[:, 3:30] == FREE).all()

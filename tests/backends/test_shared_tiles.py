@@ -158,6 +158,19 @@ def test_offsets_that_fall(planned, monkeypatch):
     assert torch.isfinite(out).all() and not lse.isnan().any()
 
 
+@pytest.mark.parametrize("way", [(False, 3)], ids=["alone-3"])
+def test_offsets_that_end_with_zeros(planned, monkeypatch):
+    """Entries that nobody uses may be zeros, as servers pad them: the sequences before them are computed all the same."""
+    monkeypatch.setattr(memory_checks, "offsets_values", lambda *args: None)
+    case = PackedCase((30, 20, 0, 0), (400, 300, 0, 0), heads_q=4, heads_kv=2, d=64, spare=9)
+    inputs = list(make_packed_inputs(case, planned))
+    want = _attend_packed(planned, inputs, {})
+    for i in (3, 4):
+        inputs[i] = torch.cat([inputs[i][:3], torch.zeros(2, dtype=torch.int32, device=inputs[i].device)])
+    again.forget_all()
+    assert all(torch.equal(a, b) for a, b in zip(_attend_packed(planned, inputs, {}), want, strict=True))
+
+
 def test_sharing_changes_no_bit(device, monkeypatch):  # noqa: F811
     for case in (
         Case(heads_q=6, heads_kv=2, n_q=45, n_k=300, d=64, rule={"causal": True}),

@@ -107,6 +107,7 @@ struct AttentionParams {
   float* scratch;
   int resident_blocks;  // blocks that the GPU runs at a time: the grid of such a kernel
   int tile_heads;       // query heads whose rows share row tiles; they divide a group
+  int tile_rows;        // rows of each of these heads in a row tile
   int chunk_keys;       // keys of P that the scratch holds
 
   // Where few row tiles would leave the GPU idle, each part of the keys gets work items of its own. Their results are

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..launching import attention_call
 from ..launching.attention_call import Call, Pages
 from ..launching.launch import multiprocessors
 from ..specs.problem import Problem
@@ -45,6 +44,9 @@ class DequantisedPlan(NamedTuple):
         self, q, k, v, out, lse, mask, offsets, rule, workspace_cap: int, memo: dict, sinks=None, largest=None, pages=None
     ) -> None:  # fmt: skip
         """Does what RowTilePlan.forward does."""
+        if offsets:  # rows of no sequence get these
+            out.zero_()
+            lse.fill_(-float("inf"))
         together = max(1, min(self.together, workspace_cap // self._bytes_of_sequence(k, v, pages)))
         for first in range(0, len(pages.used), together):
             some = slice(first, first + together)
@@ -62,9 +64,6 @@ class DequantisedPlan(NamedTuple):
             memo[len(where.used)] = call
             of_largest = None if largest is None else largest[some]
             call(rows[0], keys, values, *rows[1:], None, of_q, sinks, of_largest, where)
-        if offsets:
-            clear = memo["clear"] = memo.get("clear") or attention_call.clear_call(q, k, v, out, offsets, rule)
-            clear(q, k, v, out, lse, None, offsets)
 
     def _bytes_of_sequence(self, k, v, pages: Pages) -> int:
         entries, rows = _held(k, pages)

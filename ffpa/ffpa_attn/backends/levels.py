@@ -380,6 +380,8 @@ def plan(p: Problem, flags: Mapping[str, Any]) -> LevelPlan | str:
         return reason
     if p.n_q + p.n_k > MOST_POSITIONS:
         return f"the mma forward counts positions in 32 bits, and {p.n_q} rows with {p.n_k} keys are too many"
+    if p.packed and p.packed[0] > MOST_POSITIONS:
+        return f"the mma forward counts positions in 32 bits, and {p.packed[0]} of all sequences are too many"
     prefetch = flags["ENABLE_FFPA_PREFETCH_QKV"]
     for name, stages in (("num_stages", p.num_stages), ("FFPA_PV_STAGES", flags["FFPA_PV_STAGES"])):
         if prefetch is not None and stages and prefetch != (stages > 1):
@@ -440,6 +442,7 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, pages, workspace_c
         blocks = max(1, min(blocks, workspace_cap // of_a_block))
         scratch = blocks * of_a_block // 4
     of_plan = "stages", "value_stages", "q_resident", "grid_of_heads", "tile_heads"
-    settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings | {"resident_blocks": blocks}
+    settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings
+    settings |= {"resident_blocks": blocks, "tile_rows": rows_of_head}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
     return Call(forward_launch(specs, q, k, v, out, mask, offsets, rule, pages, **settings), scratch, partial)

@@ -223,9 +223,11 @@ class RowTilePlan(NamedTuple):
         workspace_cap -= 4 * (partial or 0)
         blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
-        settings |= self.parts.settings
+        settings |= {"tile_rows": self.rows // self.tile_heads} | self.parts.settings
         launch = forward_launch(self.specs, q, k, v, out, mask, offsets, rule, pages, clears, **settings)
-        return Call(launch, nbytes // 4 or None, partial)
+        # Where offsets fall, the merge reads sums of rows that no tile has; what it makes of them is cleared, or zeros.
+        zeros = 2 * rows * self.parts.count if offsets and partial and not clears else 0
+        return Call(launch, nbytes // 4 or None, partial, zeros)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

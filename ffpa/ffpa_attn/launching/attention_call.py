@@ -119,7 +119,7 @@ def describe(
     params.scale = _float(scale)
     params.score_factor = _float(scale / softcap if softcap > 0 else scale * math.log2(math.e))
     params.softcap = max(_float(softcap), _SMALLEST_FLOAT) if softcap > 0 else 0.0  # a tiny one is still a cap
-    params.splits = params.tile_heads = 1
+    params.splits = params.tile_heads = params.tile_rows = 1
     for name, value in settings.items():
         setattr(params, name, value)
 
@@ -129,7 +129,7 @@ def forward_launch(
 ) -> Launch:
     """Returns the launch of a forward's kernels, which takes q, k, v, out, lse, mask, offsets of q and k, scratch, partial,
     sinks, largest, and the tensors of pages (_OF_PAGES). At last, rows of no sequence are cleared, unless `clears` is
-    false: calls for some sequences each leave that to clear_call().
+    false: of calls for some sequences each, none may clear what another wrote.
     """
     params = structs.struct("AttentionParams")()
     describe(params, q, k, v, out, mask, offsets, rule, pages, **settings)
@@ -169,11 +169,14 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """The launch of a forward's kernels, if there are any; the floats of their scratch and of their partial results."""
+    """The launch of a forward's kernels, if there are any; the floats of their scratch, of their partial results, and of
+    zeros at the end of these.
+    """
 
     launch: Launch | None = None
     scratch: int | None = None
     partial: int | None = None
+    zeros: int = 0
 
     def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
         if self.launch is None:
@@ -181,16 +184,13 @@ class Call(NamedTuple):
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
         partial = None if self.partial is None else _floats(self.partial, q.device)
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
+        if self.zeros:
+            partial[-self.zeros :].zero_()
         lse = lse if lse.numel() else None
         of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
         self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
-
-
-def clear_call(q, k, v, out, offsets, rule) -> Call:
-    """Returns what clears rows of no sequence behind calls for some of the sequences each, as a launch of its own."""
-    return Call(forward_launch((), q, k, v, out, None, offsets, rule))
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

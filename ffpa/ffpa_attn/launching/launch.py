@@ -35,6 +35,7 @@ class Launch:
     def __init__(self, kernels: Sequence[Kernel], device: torch.device, first_int: str | None = None):
         kind, fields = type(kernels[0].params), tuple(kernels[0].memory)
         assert all(type(params) is kind and tuple(memory) == fields for _, params, memory in kernels)
+        assert first_int is None or len(kernels) == 1
         places = [structs.offset(kind, field) for field in fields]
         self._pack = struct.Struct(f"{len(fields)}Q").pack
         self._params = bytes(kernels[0].params)

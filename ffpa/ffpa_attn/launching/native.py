@@ -20,7 +20,7 @@ from .. import env
 from ..building import build, jit, toolchain
 from ..specs import archs
 from ..specs.problem import Problem
-from ..specs.spec import KernelSpec, aot_specs
+from ..specs.spec import ForwardClearRows, KernelSpec, aot_specs
 from ..support.transient import is_transient
 from . import structs
 
@@ -99,7 +99,13 @@ def _why_not_in_a_wheel(spec: KernelSpec, gpu: str) -> str | None:
 def why_not_all(plan, p: Problem) -> str | None:
     """Says why one of the plan's kernels cannot run on the problem's GPU, here or in an installed wheel, or None."""
     of_one = _why_not_in_a_wheel if p.supposed else why_not
-    return next((reason for spec in plan.specs if (reason := of_one(spec, p.at_hand or p.arch))), None)
+    return next((reason for spec in needed(plan, p) if (reason := of_one(spec, p.at_hand or p.arch))), None)
+
+
+def needed(plan, p: Problem) -> tuple[KernelSpec, ...]:
+    """Returns the kernels that nvcc compiles for a call: the plan's, and what clears rows of packed results."""
+    clears = plan.specs and p.packed and p.direction == "forward"
+    return (*plan.specs, ForwardClearRows()) if clears else plan.specs
 
 
 def driver_problem(runtime: int, driver: int) -> str | None:

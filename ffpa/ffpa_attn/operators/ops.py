@@ -78,7 +78,9 @@ def _ready_choice(problem: Problem, flags) -> Choice:
 
     for _ in CANDIDATES:
         choice = choose(problem, flags)
-        if problem.device != "cuda" or all(native.make_ready(spec, problem.arch) for spec in choice.plan.specs):
+        if problem.device != "cuda" or all(
+            native.make_ready(spec, problem.arch) for spec in native.needed(choice.plan, problem)
+        ):
             break
     return choice
 

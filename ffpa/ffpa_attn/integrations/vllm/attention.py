@@ -67,7 +67,7 @@ def pools(cache: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.
     """Returns views of vLLM's pool [pages, heads, rows, D of K and D of V]: keys and values [pages, rows, heads, D]."""
     if cache.dtype != dtype:
         cache = cache.view(dtype)
-    return cache.transpose(1, 2).split((columns, cache.shape[3] - columns), 3)
+    return cache.transpose(1, 2).split_with_sizes((columns, cache.shape[3] - columns), 3)
 
 
 def attend(

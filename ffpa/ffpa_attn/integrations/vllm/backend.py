@@ -162,19 +162,10 @@ class FfpaImpl(AttentionImpl[Batch]):
         self.rule = Rule(self.scale, window, float(logits_soft_cap or 0.0), sinks)
         self.has_eight_bits = kv_cache_dtype.startswith("fp8")
         self.write = releases.writer()
-        self.views: dict[torch.dtype, tuple] = {}  # vLLM's pool of the layer, with its keys and values in this dtype
-
-    def pools(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what attention.pools does; a layer has one pool, whose views are made once."""
-        pool, views = self.views.get(dtype, (None, None))
-        if pool is not kv_cache:
-            views = pools(kv_cache, self.head_size, dtype)
-            self.views[dtype] = kv_cache, views
-        return views
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         """Writes the rows of this step into the pool; a slot of -1 is written nowhere."""
-        k_pages, v_pages = self.pools(kv_cache, kv_cache.dtype)
+        k_pages, v_pages = pools(kv_cache, self.head_size, kv_cache.dtype)
         scales = layer._k_scale, layer._v_scale
         self.write(key, value, k_pages, v_pages, slot_mapping, self.kv_cache_dtype, *scales)
 
@@ -196,7 +187,7 @@ class FfpaImpl(AttentionImpl[Batch]):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FFPA does not quantise its output; switch the fusion pass off that asks for it")
-        k_pages, v_pages = self.pools(kv_cache, EIGHT_BITS if self.has_eight_bits else query.dtype)
+        k_pages, v_pages = pools(kv_cache, self.head_size, EIGHT_BITS if self.has_eight_bits else query.dtype)
         scales = (layer._k_scale, layer._v_scale) if self.has_eight_bits else ()
         attend(query, k_pages, v_pages, attn_metadata, output, self.rule, *scales)
         return output
