@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ffpa_attn import env, ffpa, ffpa_fp8, ffpa_with_kvcache, quantize_fp8
+from ffpa_attn import env, ffpa, ffpa_fp8, ffpa_varlen, ffpa_with_kvcache, quantize_fp8
 from ffpa_attn.backends import two_phase
 from ffpa_attn.backends.append import append
 from ffpa_attn.operators import ops
@@ -15,6 +15,11 @@ def attention(d: int, rows: int, keys: int, gradients: bool = False) -> None:
     out = ffpa(q, k, v)
     if gradients:
         out.sum().backward()
+
+
+def attention_of_packed_sequences() -> None:
+    x, offsets = torch.randn(9, 1, 64).bfloat16(), torch.tensor([0, 8], dtype=torch.int32)
+    ffpa_varlen(x, x, x, offsets, offsets, 8, 8)
 
 
 def attention_with_sinks() -> None:
@@ -50,6 +55,7 @@ CALLS = [
     ("mma", False, lambda: attention(512, 8, 72)),
     ("mma", False, lambda: attention(64, 1, 2000)),  # few rows: parts of the keys are merged
     ("mma", True, lambda: attention(640, 8, 72)),
+    ("mma", False, attention_of_packed_sequences),
     ("mma", False, attention_with_sinks),
     ("mma", False, appended_rows),
     ("mma", False, attention_on_pages_of_8_bits),
