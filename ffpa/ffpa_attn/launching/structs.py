@@ -46,6 +46,7 @@ def enumerator(enum: str, name: str) -> int:
     return _declared()[1][enum].index(name)
 
 
+@cache
 def offset(kind: type[ctypes.Structure], path: str) -> int:
     """Returns where a field lies, in bytes; `path` is `lse` or `q.data`."""
     at = 0
