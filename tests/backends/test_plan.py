@@ -176,6 +176,7 @@ def test_the_faster_of_two_runs_without_a_word(d, needs_lse, backend, monkeypatc
         ({"level": 1, "d_v": 1152}, "level 1 keeps O in registers"),
         ({"arch": "sm_86", "num_stages": 4}, "more shared memory than sm_86 has"),
         ({"n_q": 1, "n_k": 2**31}, "counts positions in 32 bits"),
+        ({"n_q": 9, "n_k": 9, "packed": (2**31, 9)}, "2147483648 of all sequences are too many"),
         ({"n_q": 2, "batch": 2**16, "heads_q": 2**16, "heads_kv": 2**16}, "more blocks than a grid holds"),
     ],
     ids=str,

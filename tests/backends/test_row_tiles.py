@@ -217,6 +217,15 @@ def test_offsets_that_fall_reach_nothing_else(forward, device, monkeypatch):
 # ---- the plan ----
 
 
+def test_a_packed_call_needs_what_clears_rows():
+    """It is made ready, or found missing, with the plan's own kernels."""
+    packed = PROBLEM._replace(packed=(1024, 1024))
+    plan = row_tiles.RowTilePlan(ForwardWgmmaPair("bf16", PAIR_COLUMNS[0]))
+    assert native.needed(plan, PROBLEM) == plan.specs
+    assert native.needed(plan, packed) == (*plan.specs, ForwardClearRows())
+    assert native.needed(plan, packed._replace(direction="backward")) == plan.specs
+
+
 def test_counts():
     """Dense problems have all tiles; packed ones, as many as the rows may have, not as the longest would."""
     assert row_tiles.count(PROBLEM._replace(n_q=129, batch=3)) == 2 * 3 * 32

@@ -70,7 +70,8 @@ FFPA_DEVICE bool has_tile(const AttentionParams& params, int row) {
   return false;
 }
 
-// The rows before a sequence, or behind all of them; and whether the sequence begins before the one before it.
+// This says which rows lie between a sequence and the one before it, or behind all of them; and whether the sequence
+// begins before the one before it.
 struct Gap {
   RowRange rows;
   bool falls;
@@ -95,7 +96,7 @@ void forward_clear_rows(FFPA_GRID_CONSTANT const AttentionParams params) {
     return RowRange{max_of(gap.rows.begin, first_row), min_of(gap.rows.end, end_row)};
   };
 
-  // ---- each warp looks at some of the gaps; all hear what any has found ----
+  // ---- each thread looks at some of the gaps; all hear what any has found ----
 
   constexpr uint32_t kHasRows = 1, kFalls = 2;
   uint32_t found = 0;

@@ -169,8 +169,8 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Call(NamedTuple):
-    """The launch of a forward's kernels, if there are any; the floats of their scratch, of their partial results, and of
-    zeros at the end of these.
+    """A call of a kind has the launch of a forward's kernels, if there are any, and the floats of their scratch, of their
+    partial results, and of zeros at the end of these.
     """
 
     launch: Launch | None = None

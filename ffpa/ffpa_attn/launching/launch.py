@@ -18,8 +18,8 @@ READ, WRITE, CHANGE = "read", "write", "change"
 
 
 class Kernel(NamedTuple):
-    """A kernel with the numbers that calls of a kind have in common; `memory` has the fields for a call's addresses, and
-    what it does with what lies there.
+    """A kernel comes with the numbers that calls of a kind have in common; `memory` has the fields for a call's addresses,
+    and says what the kernel does with what lies there.
     """
 
     spec: KernelSpec
@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
 
 class Launch:
-    """Kernels that a call runs one after another; they take params of one type. A call brings tensors, whose addresses go
+    """A launch has kernels that a call runs one after another; they take params of one type. A call brings tensors, whose addresses go
     to the fields that each kernel's `memory` names, and, for one kernel, numbers for the ints from field `first_int` on.
     """
 
