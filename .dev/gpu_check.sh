@@ -32,6 +32,7 @@ step stress "$PY" tests/campaign_stress.py --json "$out/stress.json"
 step bench "$PY" tests/test_ffpa_attn.py --gen-bench --check --H 32 --dtype bf16 --dir "$out"
 step small env FFPA_BACKEND=triton "$PY" bench/small_heads.py
 step pages "$PY" bench/paged.py --quick
+step training "$PY" bench/training_shapes.py --quick
 sanitize() { # sanitize NAME TOOL KEYWORDS TESTS…
   step "$1" compute-sanitizer --tool "$2" --error-exitcode 1 "$PY" -m pytest -q -p no:cacheprovider -k "$3" "${@:4}"
 }

@@ -1,5 +1,6 @@
 """Tests the bench part by part: FLOPs, the timer, ceilings, tables and pictures of a recorded run, host overhead."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ import record
 import shapes
 import timing
 import torch
+import training_shapes
 from ceilings import CeilingCalls, Ceilings
 from chip import ChipUse
 from ffpa_attn import env, explain
@@ -559,3 +561,36 @@ def test_rows_of_pages():
     assert line.count("|") == paged.HEADER.count("|")
     assert len(list(paged.cases(paged.KINDS, paged.HEADS, quick=False))) == len(paged.HEADS) * 14
     assert max(paged.ragged(64, 4096)) == 4096 and min(paged.ragged(64, 4096)) >= 1
+
+
+def test_pairs_of_shapes_that_train():
+    """What is counted is what a mask of all pairs shows."""
+    for case in training_shapes.cases(quick=True):
+        n = torch.arange(max(case.lengths))
+        behind = n[:, None] - n
+        sees = behind >= (0 if case.causal or case.window is not None else -len(n))
+        if case.window is not None:
+            sees &= behind <= case.window
+        assert case.pairs == sum(int(sees[:length, :length].sum()) for length in case.lengths), case
+
+
+@pytest.mark.parametrize("mask", training_shapes.MASKS)
+def test_masks_of_shapes_that_train(mask, device):
+    case = training_shapes.Case("masks", mask, 64, (64, 64), 2, 2, causal=False, mask=mask)
+    made = training_shapes.make_mask(case, device)
+    shown = made.expand(2, 2, 64, 64)
+    if mask == "additive":
+        assert made.dtype == torch.bfloat16 and made.std() > 0.5
+    else:
+        assert made.dtype == torch.bool and 0.3 < shown.float().mean() < 0.95 and bool(shown.any(-1).all())
+    forward, backward = training_shapes.calls_of(case, device)
+    assert forward().shape == (2, 2, 64, 64) and [x.shape[-2] for x in backward()] == [64, 64, 64]
+
+
+def test_shapes_that_train_run_as_a_program(tmp_path):
+    command = [sys.executable, training_shapes.__file__, "--quick", "--iters", "1", "--kind", "softcap", "--d", "128"]
+    command += ["--write", str(tmp_path / "found.json")]
+    done = subprocess.run(command, env=env.child_environment(), capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0 and "| softcap 30, N=32, H=16/16, D=128 |" in done.stdout, done.stderr
+    (found,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert set(found["of_plain"]) == {"forward", "backward"} and found["tflops"]["backward"] > 0

@@ -342,6 +342,29 @@ def test_masks_shared_in_every_way(backend, device, forced, monkeypatch):
         torch.testing.assert_close(got.double(), of_pairs.double().sum_to_size(mask.shape), atol=1e-5, rtol=1e-5)
 
 
+@BACKENDS
+@pytest.mark.parametrize("rule", [{}, {"causal": True, "softcap": 8.0}], ids=["plain", "rules"])
+@pytest.mark.parametrize("mask", ["bool", "bool-keys", "bool-some-rows-empty"])
+def test_bool_masks_that_lanes_read_together(mask, rule, backend, device, forced):
+    """Rows of a mask begin at multiples of 16 bytes; the last keys of a row are read one by one."""
+    forced(backend, device)
+    case = Case(batch=2, heads_kv=1, n_q=70, n_k=336, d=24, mask=mask, rule=rule)
+    test_numerics.test_gradients(case, device)
+
+
+@BACKENDS
+def test_any_byte_but_0_is_true(backend, device, forced):
+    forced(backend, device)
+    case = Case(n_q=40, n_k=320, d=24, mask="bool")
+    q, k, v, mask = make_inputs(case, device)
+    out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True)
+    g = test_numerics.random_like(out, 7)
+    numbers = torch.arange(mask.numel(), device=device, dtype=torch.int64).view(mask.shape) % 255 + 1
+    others = (mask * numbers).to(torch.uint8).view(torch.bool)
+    got, want = (torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse, x)[:3] for x in (others, mask))
+    assert all(map(torch.equal, got, want))
+
+
 @BACKENDS_AND_SHORT
 @pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0)])
 def test_a_mask_of_nothing(n_q, n_k, backend, device, forced):
@@ -703,6 +726,14 @@ def test_heads_that_share_memory(dim, backend, device, forced):
     got = torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse)
     want = torch.ops.ffpa_attn.backward(g, None, q, k.contiguous(), v.contiguous(), out, lse)
     assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+
+
+@BACKENDS
+@pytest.mark.parametrize("rule", [{"causal": True}, {"window": (20, -1), "align": "top_left"}], ids=["causal", "left"])
+def test_more_key_tiles_than_a_warp_has_lanes(rule, backend, device, forced):
+    """The lanes of a warp count the score tiles of 32 key tiles at a time."""
+    forced(backend, device)
+    test_numerics.test_gradients(Case(heads_q=1, heads_kv=1, n_q=300, n_k=8500, d=16, rule=rule), device)
 
 
 @BACKENDS

@@ -50,6 +50,7 @@ MUTANTS = [
         "csrc/attention/backward/pairs.cuh",
         ("backward pairs: scores that are the largest, but for rounding, are not", "x > least_own ? 0.0f : x - reference", "x - reference"),
         ("backward pairs: slopes of halves lose digits", "0x1p15f", "1"),
+        ("backward pairs: far rows are linear", "return none_far && ", "return "),
         ("backward pairs: far rows by their LSE", "far ? shares[h].share : lse2[h]", "far ? 0.0f : lse2[h]"),
     ),
     *gradients(
@@ -61,7 +62,7 @@ MUTANTS = [
     ),
     *gradients(
         "csrc/attention/score_rules.cuh",
-        ("rules: a slope is what tanh leaves", "return 4 * small * (inverse * inverse);", "const float t = tanh_of(x);\n  return 1 - t * t;"),
+        ("rules: a slope is what tanh leaves", "slopes[i] = 4 * small[i] * (inverse[i] * inverse[i]);", "slopes[i] = 1 - tanh_of(x[i]) * tanh_of(x[i]);"),
     ),
     *gradients(
         "csrc/attention/params/backward_params.h",

@@ -58,7 +58,8 @@ MUTANTS = [
         ("triton: softcap's slope forgotten", "ds *= slope", "ds *= 1"),
         ("triton: dK not scaled", "dk_sum * rule.scale", "dk_sum"),
         ("triton: dQ not scaled", "dq_sum * rule.scale", "dq_sum"),
-        ("triton: a group's last head forgotten", "for member in range(sizes.group):", "for member in range(tl.maximum(sizes.group - 1, 1)):"),
+        ("triton: a group's last head forgotten", "range(0, sizes.group * inside)", "range(0, tl.maximum(sizes.group - 1, 1) * inside)"),
+        ("triton: edges of a group's first head alone", "head_kv * sizes.group + i // edges", "head_kv * sizes.group"),
     ),
     *edits_in(
         "backends/triton_attention.py",

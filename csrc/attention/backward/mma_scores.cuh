@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "attention/backward/pairs.cuh"
-#include "attention/backward/tiles.cuh"
+#include "attention/backward/score_tiles.cuh"
 #include "attention/params/backward_params.h"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -183,7 +183,7 @@ class BackwardMmaScores {
     int64_t at = first_pair(tile);
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, at += rows_16()) {
-      const bool linear = are_linear(attention_, lse2[m]);
+      const bool linear = are_linear(attention_, lse2[m]), all_see = all_seen && none_blind(lse2[m]);
       const int row = tile.rows.first + core_.warp_row() + m * 16;
       Packed p, slopes;
       FFPA_UNROLL
@@ -193,11 +193,11 @@ class BackwardMmaScores {
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
         const int key = tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup);
         if (linear) {
-          linear_exponents<Element, Fragments>(scores, attention_.score_factor, tile.rows, all_seen, row, key, lse2[m],
+          linear_exponents<Element, Fragments>(scores, attention_.score_factor, tile.rows, all_see, row, key, lse2[m],
                                                core_.lane());
         } else {
           exponents_by_rules<Element, Fragments>(
-              scores, attention_, tile.rows, all_seen, row, key, lse2[m], core_.lane(), slopes[group],
+              scores, attention_, tile.rows, all_see, row, key, lse2[m], core_.lane(), slopes[group],
               [&](RowShare(&shares)[2]) { load_shares(params_, tile.rows, row, core_.lane(), shares); });
         }
         finish_p<Element>(scores, p[group]);
@@ -205,7 +205,8 @@ class BackwardMmaScores {
       store(params_.p + at, p);
       if (!has_softcap()) continue;
       FFPA_UNROLL
-      for (int group = 0; group < kGroups; ++group) apply_slopes<Element>(p[group], slopes[group]);
+      for (int group = 0; group < kGroups; ++group)
+        apply_slopes<Element>(p[group], slopes[group], all_see && attention_.mask.kind == MaskKind::kNone);
       store(params_.ds + at, p);
     }
   }
@@ -225,7 +226,7 @@ class BackwardMmaScores {
     const bool all_seen = kept.get().all_seen();
     FFPA_UNROLL
     for (int m = 0; m < kM; ++m, ds_gmem += rows_16()) {
-      const bool all_count = all_seen && are_linear(attention_, lse2[m]);
+      const bool all_count = all_seen && none_blind(lse2[m]) && attention_.mask.kind == MaskKind::kNone;
       p_gmem += rows_16();
       if (m + 1 < kM) load(p_gmem, p[(m + 1) % 2]);
       Packed ds;
@@ -242,7 +243,7 @@ class BackwardMmaScores {
 
   const BackwardParams& params_;
   const AttentionParams& attention_;
-  ScoreTileSequence tiles_;
+  ScoreTileSequence<false> tiles_;
   Core core_;
   typename Core::Ring ring_ = Core::make_ring();
   uint32_t kept_smem_;

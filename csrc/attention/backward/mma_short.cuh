@@ -259,7 +259,7 @@ class BackwardMmaShort : ShortRows<Config> {
     const bool all_seen = all_rows_see(rows, 0, kTile) && rows.last - rows.first == kTile - 1;
     const auto in_base_2_or_none = [](float lse) { return lse == kInfinity ? lse : in_base_2(lse); };
     const float lse2[2] = {in_base_2_or_none(numbers.lse[0]), in_base_2_or_none(numbers.lse[1])};
-    numbers.all_count = all_seen && are_linear(attention_, lse2);
+    numbers.all_count = all_seen && none_blind(lse2) && are_linear(attention_, lse2);
     RowShare own;  // share of the row of the warp that has the lane's number
     if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) {
       const float low = ptx::shfl_idx(numbers.lse[0], lane_ % 8 * 4),
@@ -284,12 +284,13 @@ class BackwardMmaShort : ShortRows<Config> {
       if (numbers.all_count) {  // there are no registers for linear exponents of other tiles
         linear_exponents<Element>(scores, attention_.score_factor, rows, true, row, key, lse2, lane_);
       } else {
-        exponents_by_rules<Element>(scores, attention_, rows, all_seen, row, key, lse2, lane_, slopes, get_shares);
+        exponents_by_rules<Element>(scores, attention_, rows, all_seen && none_blind(lse2), row, key, lse2, lane_,
+                                    slopes, get_shares);
       }
       finish_p<Element>(scores, p, numbers.sum);
       store(p_of(tile), group, p);
       if (!has_softcap()) continue;
-      apply_slopes<Element>(p, slopes);
+      apply_slopes<Element>(p, slopes, numbers.all_count);
       store(ds_of(tile), group, p);
     }
     FFPA_UNROLL

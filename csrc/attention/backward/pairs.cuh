@@ -59,17 +59,32 @@ FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, in
 }
 
 // Says whether raw products become exponents of P by one fused multiply-add, hidden pairs aside: nothing else happens
-// to scores, and none is large, nor is an LSE infinite, as a caller's may be. All lanes get the same answer.
+// to scores, and no row is far. All lanes get the same answer.
 FFPA_DEVICE bool are_linear(const AttentionParams& attention, const float (&lse2)[2]) {
-  const bool all_small = ptx::vote_all(std::fabs(lse2[0]) <= kMostNearLse && std::fabs(lse2[1]) <= kMostNearLse);
-  return all_small && attention.mask.kind == MaskKind::kNone && !(attention.softcap > 0);
+  const bool none_far = !ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
+  return none_far && !attention.has_rules();
+}
+
+// Says whether no row is blind: none lacks its keys, and each exists. All lanes get the same answer.
+FFPA_DEVICE bool none_blind(const float (&lse2)[2]) {
+  return ptx::vote_all(lse2[0] < kInfinity && lse2[1] < kInfinity);
 }
 
 // The slopes of a softcap are kept times this factor: halves below 2^-14 have fewer digits.
 template <class Element>
 inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
-// Turns raw products into linear exponents of P, in place. The products are where exponents_by_rules() says.
+// Makes P of blind rows 0, whose exponents may be NaN.
+template <int kN>
+FFPA_DEVICE void hide_blind(float (&exponents)[1][kN][4], const float (&lse2)[2]) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 4; ++i) {
+    if (lse2[i / 2 % 2] == kInfinity) exponents[0][i / 4][i % 4] = -kInfinity;
+  }
+}
+
+// Turns raw products into linear exponents of P, in place. The products are where exponents_by_rules() says. With
+// `all_seen`, all rows see all keys, and none is blind.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
 FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const Block& rows, bool all_seen, int row,
                                   int key, const float (&lse2)[2], int lane) {
@@ -78,44 +93,66 @@ FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const
     FFPA_UNROLL
     for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
   }
-  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
+  if (all_seen) return;
+  hide_unseen<Fragments>(scores, rows, row, key, lane);
+  hide_blind(scores, lse2);
+}
+
+// Turns raw products into scores before masks; and, with a softcap, writes its slopes to `slopes`.
+template <class Element, int kN>
+FFPA_DEVICE void cap_products(float (&scores)[1][kN][4], const AttentionParams& attention, uint32_t* slopes) {
+  FFPA_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    float (&of_fragment)[4] = scores[0][n];
+    const float factor = attention.softcap > 0 ? attention.score_factor : attention.scale;
+    FFPA_UNROLL
+    for (float& x : of_fragment) x = ptx::mul_rn(x, factor);
+    if (!(attention.softcap > 0)) continue;
+    float of_tanh[4];
+    tanh_and_slopes(of_fragment, of_tanh);
+    FFPA_UNROLL
+    for (float& x : of_fragment) x *= attention.softcap;
+    FFPA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      constexpr float kUnit = kSlopes<Element>;
+      slopes[2 * n + h] = ptx::pack<Element>(of_tanh[2 * h] * kUnit, of_tanh[2 * h + 1] * kUnit);
+    }
+  }
 }
 
 // Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
 // The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
-// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows.
-template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN, class GetShares>
+// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows. With kByBits,
+// a bool mask is read by all lanes together where it can be, which takes registers.
+template <class Element, class Fragments = tile::AdjacentFragments, bool kByBits = false, class Block, int kN,
+          class GetShares>
 FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
                                     bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes,
                                     const GetShares& get_shares) {
-  if (attention.softcap > 0) {
-    FFPA_UNROLL
-    for (int i = 0; i < kN * 2; ++i) {
-      float slope[2];
-      FFPA_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        const float x = ptx::mul_rn(scores[0][i / 2][i % 2 * 2 + e], attention.score_factor);
-        slope[e] = slope_of_tanh(x) * kSlopes<Element>;
-      }
-      slopes[i] = ptx::pack<Element>(slope[0], slope[1]);
-    }
+  cap_products<Element>(scores, attention, slopes);
+  if (attention.mask.kind != MaskKind::kNone) {
+    bool is_masked = false;
+    if constexpr (kByBits) is_masked = mask_by_bits<Fragments>(scores, attention, rows, row, key, lane);
+    if (!is_masked) mask_scores<Fragments, false>(scores, attention, rows, row, key, lane);
   }
-  products_to_scores<Fragments>(scores, attention, rows, all_seen, row, key, lane);
+  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
+  const bool any_far = ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
   RowShare shares[2];
-  if (ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]))) get_shares(shares);
+  if (any_far) get_shares(shares);
   FFPA_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const bool far = is_far(lse2[h]), blind = lse2[h] == kInfinity;
+    const bool far = is_far(lse2[h]);
     const float reference = far ? shares[h].reference : 0.0f,
                 least_own = far ? shares[h].least_of_reference() : kInfinity;
     const float rest = (far ? shares[h].share : lse2[h]) - kExponentOfP<Element>;
     FFPA_UNROLL
     for (int i = 0; i < kN * 2; ++i) {
       float& x = scores[0][i / 2][2 * h + i % 2];
-      x = (x > least_own ? 0.0f : x - reference) * kLog2e - rest;  // RowShare::exponent for far rows
-      if (blind) x = -kInfinity;                                   // x may be NaN
+      if (any_far) x = x > least_own ? 0.0f : x - reference;  // RowShare::exponent for far rows
+      x = x * kLog2e - rest;
     }
   }
+  if (!all_seen) hide_blind(scores, lse2);
 }
 
 // Computes P of pairs, packed, from its exponents.
@@ -145,11 +182,12 @@ FFPA_DEVICE uint32_t where_not_0(uint32_t p, uint32_t numbers) {
   return numbers & ((p & 0x0000ffff ? 0x0000ffff : 0) | (p & 0xffff0000 ? 0xffff0000 : 0));
 }
 
+// Multiplies P by its slopes, which may be NaN where a pair does not count.
 template <class Element, int kCount>
-FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount]) {
+FFPA_DEVICE void apply_slopes(uint32_t* p, const uint32_t (&slopes)[kCount], bool all_count) {
   FFPA_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    const uint32_t of_pair = where_not_0(p[i], slopes[i]);
+    const uint32_t of_pair = all_count ? slopes[i] : where_not_0(p[i], slopes[i]);
     if constexpr (kSlopes<Element> == 1) {
       p[i] = ptx::multiply<Element>(p[i], of_pair);
     } else {

@@ -66,11 +66,21 @@ void backward_rows(FFPA_GRID_CONSTANT const BackwardParams params) {
   if (params.delta != nullptr) {
     if (sees_keys) delta = own_number(params.delta);
   } else {
-    for (int row = first_row; row <= rows.last; ++row) {
-      const float of_row =
-          dot_of_rows<Element>(row_of(attention.out, batch, head, entry.q.begin + row),
-                               row_of(params.grad_out, batch, head, entry.q.begin + row), attention.d_v, lane, 32);
-      if (first_row + lane == row && sees_keys) delta = of_row;
+    constexpr int kTogether = 4;  // rows that wait for memory together; the last one stands for those behind it
+    for (int first = first_row; first <= rows.last; first += kTogether) {
+      const uint16_t *out[kTogether], *grad_out[kTogether];
+      FFPA_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = entry.q.begin + min_of(first + i, rows.last);
+        out[i] = row_of(attention.out, batch, head, row);
+        grad_out[i] = row_of(params.grad_out, batch, head, row);
+      }
+      float of_rows[kTogether];
+      dots_of_rows<Element, kTogether>(of_rows, out, grad_out, attention.d_v, lane, 32);
+      FFPA_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        if (first_row + lane == first + i && sees_keys) delta = of_rows[i];
+      }
     }
     if (sees_keys && params.grad_lse != nullptr) delta -= own_number(params.grad_lse);
   }

@@ -64,6 +64,13 @@ class TileQueue {
     put_by([](const Kept& kept) { kept.keep_end(); });
   }
 
+  // The thread that puts tiles calls this: it waits until no more than the last `left` of them are left.
+  FFPA_DEVICE void wait_for_all_but(uint32_t left) const {
+    if (tiles_ <= left) return;
+    const uint32_t tile = tiles_ - left - 1;
+    ptx::mbarrier_wait(empty(tile % kPlaces), tile / kPlaces % 2);
+  }
+
   // Whole warps call get() and release().
   FFPA_DEVICE Kept get() const {
     ptx::mbarrier_wait(full(place()), parity());

@@ -1,5 +1,5 @@
-// The work items of the backward's two large kernels, the same for every way to multiply: which tile an item is, where
-// its rows and keys lie, and what a product runs over.
+// Where the rows and keys of the backward's tiles lie, the same for every way to multiply; and the work items of the
+// products: which tile an item is, and what it is summed over. Those of P and dS are in score_tiles.cuh.
 #pragma once
 
 #include <cstdint>
@@ -103,118 +103,6 @@ struct FirstKeys {
 FFPA_DEVICE int64_t workspace_row(const BackwardParams& params, int entry_of_chunk, int tile) {
   return (int64_t(entry_of_chunk) * params.tiles_of_chunk() + tile) * kRowTile;
 }
-
-// ---- tiles of P and dS ----
-
-FFPA_DEVICE bool has_visible_pairs(const RowTile& rows, int first_key) {
-  return first_key < visible_keys_end(rows) && first_key + kKeyTile > visible_keys_begin(rows);
-}
-
-struct ScoreTile {
-  RowTile rows;
-  int head_kv;
-  int first_key;
-  int64_t workspace_row;
-  int workspace_column;
-  bool is_read;      // a product may read it: the row tile has visible pairs among these keys; or it is in a band
-  bool is_computed;  // these rows have visible pairs, or may have in a band; otherwise P and dS are 0
-
-  // Says whether all rows of the tile exist and see all of its keys.
-  FFPA_DEVICE bool all_seen() const {
-    return all_rows_see(rows, first_key, kKeyTile) && rows.last - rows.first == kScoreRows - 1;
-  }
-};
-
-// Returns the number of tiles. The workspace bounds it, and the gradients bound that of their tiles, far below 2^31.
-FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
-  return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.workspace_columns() / kKeyTile);
-}
-
-// The tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They come in
-// strips of a few row tiles, key tile after key tile: what blocks read at a time is then little, and the same. Bands
-// are narrow enough to come row after row, in one strip for a head, as entering a strip takes time.
-class ScoreTileSequence {
- public:
-  FFPA_DEVICE explicit ScoreTileSequence(const BackwardParams& params) : params_(params), item_(ptx::block_x()) {
-    batch_ = batch_of_rows(params_, 0, 0);
-    enter_strip();
-  }
-
-  // Sets `tile` to the next one, and returns whether there is one.
-  FFPA_DEVICE bool next(ScoreTile& tile) {
-    while (entry_ < params_.entries) {
-      if (item_ >= key_tiles_ * parts()) {
-        leave_strip();
-        continue;
-      }
-      tile = get();
-      item_ += ptx::grid_x();
-      if (tile.is_read) return true;
-    }
-    return false;
-  }
-
- private:
-  static constexpr int kStrip = 6, kParts = kRowTile / kScoreRows;
-
-  FFPA_DEVICE int parts() const { return tiles_ * kParts; }  // parts of kScoreRows rows in the strip
-
-  FFPA_DEVICE void leave_strip() {
-    item_ -= key_tiles_ * parts();
-    first_tile_ += tiles_;
-    if (first_tile_ == params_.tiles_of_chunk()) {
-      first_tile_ = 0;
-      if (++entry_ == params_.entries) return;
-      batch_ = batch_of_rows(params_, entry_, 0);
-    } else if (params_.first_tile + first_tile_ >= row_tiles_of(params_, batch_).end()) {
-      batch_ = min_of(batch_ + 1, params_.attention.batch - 1);
-    }
-    enter_strip();
-  }
-
-  // Begins the strip of row tiles of a head from first_tile_ on.
-  FFPA_DEVICE void enter_strip() {
-    const RowTilePlace place = row_tile_place(params_, batch_, params_.first_tile + first_tile_);
-    const int most = params_.has_bands() ? place.tiles_of_head : kStrip;
-    tiles_ = min_of(clamp(place.tiles_of_head - place.tile, 1, most), params_.tiles_of_chunk() - first_tile_);
-    const RowTile rows = rows_of_tile(params_, entry_, batch_, first_tile_, 0, tiles_ * kRowTile);
-    const TileRange seen = visible_tiles(rows, kKeyTile);
-    const Run keys = keys_in_chunk(params_, batch_);
-    first_key_tile_ = max_of(seen.first, keys.begin / kKeyTile);
-    key_tiles_ = params_.has_bands() ? params_.workspace_columns() / kKeyTile
-                                     : max_of(min_of(seen.end, keys.end / kKeyTile) - first_key_tile_, 0);
-  }
-
-  FFPA_DEVICE ScoreTile get() const {
-    const bool row_after_row = params_.has_bands();
-    const int key_tile = row_after_row ? item_ % key_tiles_ : item_ / parts();
-    const int part = row_after_row ? item_ / key_tiles_ : item_ % parts();
-    const int tile = first_tile_ + part / kParts, offset = part % kParts * kScoreRows;
-    RowTile rows = rows_of_tile(params_, entry_, batch_, tile, 0, kRowTile);
-    const int column_0 = FirstKeys::of(params_, rows.entry, batch_).at(rows.first + offset);
-    const int first_key = key_tile * kKeyTile + (params_.has_bands() ? column_0 : first_key_tile_ * kKeyTile);
-    const Run keys = keys_in_chunk(params_, batch_);
-    // In a band, tiles of dK and dV read whole key tiles of rows that see a part of one.
-    const bool is_read = params_.has_bands()
-                             ? first_key < min_of(visible_tiles(rows, kKeyTile).end * kKeyTile, keys.end) &&
-                                   first_key + kKeyTile > keys.begin
-                             : has_visible_pairs(rows, first_key);
-    rows.first += offset;
-    rows.last = min_of(rows.last, rows.first + kScoreRows - 1);
-    return {rows,
-            head_kv_of(params_, entry_),
-            first_key,
-            workspace_row(params_, entry_, tile) + offset,
-            first_key - column_0,
-            is_read,
-            params_.has_bands() || has_visible_pairs(rows, first_key)};
-  }
-
-  const BackwardParams& params_;
-  int item_;  // next item, counted from the strip's first one
-  int entry_ = 0, batch_, first_tile_ = 0, tiles_;
-  int first_key_tile_, key_tiles_;
-};
 
 // ---- tiles of the gradients ----
 
@@ -366,9 +254,26 @@ FFPA_DEVICE bool has_part_of(const BackwardParams& params, const ProductTile& ti
   return max_of(part.first, all.first) < min_of(part.end, all.end);
 }
 
-// The tiles of this block, or of its cluster. Blocks take them round after round, every other round backwards: tiles
-// get shorter, and no block shall always have the longer one.
-template <class Tiles, int kClusterBlocks = 1>
+// The numbers of tiles of this block, or of its cluster. Blocks take them round after round, every other round
+// backwards: tiles get shorter, and no block shall always have the longer one.
+template <int kClusterBlocks = 1>
+class TileRounds {
+ public:
+  FFPA_DEVICE int next() {
+    const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
+    const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
+    round_ += clusters;
+    backwards_ = !backwards_;
+    return item;
+  }
+
+ private:
+  int round_ = 0;
+  bool backwards_ = false;
+};
+
+// The tiles of this block, in rounds.
+template <class Tiles>
 class ProductTileSequence {
  public:
   FFPA_DEVICE explicit ProductTileSequence(const BackwardParams& params) : params_(params), tiles_(params) {
@@ -377,11 +282,8 @@ class ProductTileSequence {
 
   // Sets `tile` to the next one, and returns whether there is one.
   FFPA_DEVICE bool next(ProductTile& tile) {
-    const int clusters = ptx::grid_x() / kClusterBlocks, cluster = ptx::block_x() / kClusterBlocks;
     for (;;) {
-      const int item = round_ + (backwards_ ? clusters - 1 - cluster : cluster);
-      round_ += clusters;
-      backwards_ = !backwards_;
+      const int item = rounds_.next();
       if (item >= tiles_.count()) return false;  // later rounds have none either
       tile = tiles_.get(item);
       if (has_part_of<Tiles>(params_, tile)) return true;
@@ -391,8 +293,7 @@ class ProductTileSequence {
  private:
   const BackwardParams& params_;
   Tiles tiles_;
-  int round_ = 0;
-  bool backwards_ = false;
+  TileRounds<> rounds_;
 };
 
 // The query heads (of the group) of a batch entry that the chunk holds rows of: [first, end).

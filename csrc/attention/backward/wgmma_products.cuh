@@ -17,6 +17,7 @@
 #include "attention/backward/tile_queue.cuh"
 #include "attention/backward/tiles.cuh"
 #include "attention/params/backward_params.h"
+#include "attention/rows/item_queue.cuh"
 #include "attention/tensor_maps.cuh"
 #include "base/compiler.h"
 #include "base/math.h"
@@ -38,17 +39,22 @@ struct BackwardWgmmaProductsConfig : Fields {
   static constexpr int kThreads = tile::kCoreThreads;
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // registers of a thread
 
-  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers; tiles.
+  // Shared memory holds slots of the ring; for each warp, rows on their way, where there is room; barriers; tiles; and
+  // numbers of tiles that block 0 of a cluster passes to block 1.
   using Kept = KeptGradientTile<std::conditional_t<Fields::kOfQ, KeySource, RowSource>>;
   using Queue = TileQueue<Kept>;
+  using Items = ItemQueue<kClusterBlocks>;
   using Stores = tile::RowStores<2>;
   static constexpr bool kStoresBoxes = Fields::kColumns > 192;
   static constexpr uint32_t kBarriersAt = Ring::kBytes + (kStoresBoxes ? tile::kConsumerWarps * Stores::kBytes : 0);
-  static constexpr uint32_t kSmemBytes = kBarriersAt + Ring::kBarrierBytes + Queue::kBytes;
+  static constexpr uint32_t kItemsAt = kBarriersAt + Ring::kBarrierBytes + Queue::kBytes;
+  static constexpr uint32_t kSmemBytes = kItemsAt + Items::kBytes;
 
   static LaunchShape launch_shape(const Params& params) {
-    return persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads, kSmemBytes, nullptr,
-                            kClusterBlocks);
+    LaunchShape shape = persistent_shape(Tiles(params).count(), params.attention.resident_blocks, kThreads, kSmemBytes,
+                                         nullptr, kClusterBlocks);
+    shape.starts_early = !Fields::kOfQ && params.gives_q;
+    return shape;
   }
 
   struct Arguments {
@@ -86,6 +92,7 @@ class BackwardWgmmaProducts {
   static constexpr int kRows = Config::kBlockRows;
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kBlocks = Ring::kBoxesA / tile::kConsumerGroups;  // blocks of 64 rows in a warpgroup
+  static constexpr int kStepsToFindNext = 16;
   using Sums = float[kBlocks][kColumns / 2];
 
  public:
@@ -99,9 +106,13 @@ class BackwardWgmmaProducts {
         ring_{ptx::dynamic_smem(), ptx::dynamic_smem() + Config::kBarriersAt},
         queue_(ring_.barriers_smem + Ring::kBarrierBytes) {}
 
+  // As blocks of dQ end, those of dK and dV take their places. They need not wait: P and dS were there before dQ began.
+  // But they end after it, as whatever comes next waits for them alone.
   FFPA_DEVICE void run() {
+    if constexpr (Config::kOfQ) ptx::let_next_kernel_start();
     if (ptx::thread_x() == 0) {
       queue_.init(1 + tile::kConsumerWarps);
+      item_queue().init(1);
       ring_.init();
     }
     ring_.meet();
@@ -109,22 +120,48 @@ class BackwardWgmmaProducts {
         warp_, [&](int warp) { warp == 0 ? bring() : find(); },
         [&](int group, int group_warp) { consume(group, group_warp); });
     if constexpr (Ring::kClusterBlocks > 1) ring_.meet();
+    if constexpr (!Config::kOfQ) ptx::wait_for_earlier_kernels();
   }
 
  private:
   // ---- the warp that finds tiles ----
 
+  FFPA_DEVICE typename Config::Items item_queue() const {
+    return typename Config::Items(ptx::dynamic_smem() + Config::kItemsAt);
+  }
+
   FFPA_DEVICE void find() {
-    ProductTileSequence<Tiles, Ring::kClusterBlocks> tiles(params_);
-    ProductTile tile;
+    typename Config::Items items = item_queue();
+    TileRounds<Ring::kClusterBlocks> rounds;
+    Tiles tiles(params_);
+    tiles.narrow();
+    const int count = tiles.count();
+    int item = rounds.next(), steps = 0;
     FFPA_NO_UNROLL
-    while (tiles.next(tile)) {
-      const int steps = steps_of_product<Tiles>(params_, tile, tile::kBox);
+    for (; item < count; item = attention_.is_packed() ? take(items, count, steps) : rounds.next()) {
+      const ProductTile tile = tiles.get(item);
+      if (!has_part_of<Tiles>(params_, tile)) continue;
+      steps = steps_of_product<Tiles>(params_, tile, tile::kBox);
       const GradientTile gradient = gradient_tile<Tiles>(params_, tile);
       const Source source = Source::template of<Tiles>(params_, tile);
       if (lane_ == 0) Kept::put(queue_, gradient, steps, source);
     }
     if (lane_ == 0) queue_.put_end();
+  }
+
+  // Takes the tile that comes next, as nobody knows how long those of packed sequences are; or, in block 1 of a
+  // cluster, the one that block 0 has taken. The kernel of P and dS has cleared the counter. Who takes many tiles ahead
+  // keeps them from blocks that are free; so if the last one is long enough to find the next meanwhile, that one has to
+  // be in work.
+  FFPA_DEVICE int take(typename Config::Items& items, int count, int steps) const {
+    if (rank_ == 0 && lane_ == 0 && steps >= kStepsToFindNext) queue_.wait_for_all_but(1);
+    if constexpr (Ring::kClusterBlocks == 1) {
+      return items.next(params_.taken(Config::kOfQ), count, lane_);
+    } else {
+      if (rank_ == 0) return items.take(params_.taken(Config::kOfQ), count, lane_);
+      items.expect(lane_);
+      return items.get(lane_);
+    }
   }
 
   // ---- the warp that brings their boxes ----

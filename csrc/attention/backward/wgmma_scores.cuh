@@ -7,14 +7,15 @@
 //   4. dS = P ∘ (dP - δ)   to the workspace; with a softcap a multiple of P times its slopes
 //
 // What steps 2 and 4 write leaves for memory while the next product runs: an SM can write 32 bytes a cycle, and where
-// all SMs write, each gets not much more than half of that. The producer is a tile ahead as far as the ring reaches.
+// all SMs write, each gets not much more than half of that. One warp finds tiles, and is ahead; another brings their
+// boxes.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/backward/pairs.cuh"
+#include "attention/backward/score_tiles.cuh"
 #include "attention/backward/tile_queue.cuh"
-#include "attention/backward/tiles.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/tensor_maps.cuh"
@@ -27,15 +28,15 @@
 namespace ffpa {
 
 // A score tile in shared memory.
-class KeptScoreTile : public KeptNumbers<13> {
+class KeptScoreTile : public KeptNumbers<15> {
  public:
-  using KeptNumbers<13>::KeptNumbers;
+  using KeptNumbers<15>::KeptNumbers;
 
   static FFPA_DEVICE void put(TileQueue<KeptScoreTile>& queue, const ScoreTile& tile) {
     const RowTile& rows = tile.rows;
     queue.put({rows.batch(), rows.head(), rows.first_row(), rows.last_row(), rows.n_q(), rows.n_k(), rows.nearest(),
                rows.farthest(), rows.q_begin(), tile.first_key, int(tile.workspace_row), tile.workspace_column,
-               tile.is_computed});
+               tile.is_computed, rows.entry.k.begin, tile.head_kv});
   }
 
   FFPA_DEVICE int batch() const { return number(0); }
@@ -51,6 +52,8 @@ class KeptScoreTile : public KeptNumbers<13> {
   FFPA_DEVICE int workspace_row() const { return number(10); }
   FFPA_DEVICE int workspace_column() const { return number(11); }
   FFPA_DEVICE bool is_computed() const { return number(12) != 0; }
+  FFPA_DEVICE int k_begin() const { return number(13); }
+  FFPA_DEVICE int head_kv() const { return number(14); }
 
   // Says whether all rows of the tile exist and see all of its keys.
   FFPA_DEVICE bool all_seen() const {
@@ -119,48 +122,63 @@ class BackwardWgmmaScores {
 
   FFPA_DEVICE void run() {
     if (ptx::thread_x() == 0) {
-      queue_.init(tile::kConsumerWarps);
+      queue_.init(1 + tile::kConsumerWarps);
       ring_.init();
+      if (ptx::block_x() == 0) ptx::st_global_8(params_.taken(true), {0, 0});  // products of the chunk come later
     }
     ptx::sync_block();
-    tile::run_roles<Config>(warp_, [&] { produce(); }, [&](int group, int warp) { consume(group, warp); });
+    tile::run_roles<Config, 2>(
+        warp_, [&](int warp) { warp == 0 ? bring() : find(); },
+        [&](int group, int group_warp) { consume(group, group_warp); });
   }
 
  private:
   FFPA_DEVICE int qk_steps() const { return ceil_div(attention_.d_qk, tile::kBox); }
   FFPA_DEVICE int v_steps() const { return ceil_div(attention_.d_v, tile::kBox); }
 
-  // ---- the producer's warp ----
+  // ---- the warp that finds tiles ----
 
-  FFPA_DEVICE void produce() {
-    tile::BoxProducer<Ring> producer(ring_, lane_);
-    ScoreTileSequence tiles(params_);
+  FFPA_DEVICE void find() {
+    ScoreTileSequence<true> tiles(params_);
     ScoreTile tile;
     FFPA_NO_UNROLL
     while (tiles.next(tile)) {
       if (lane_ == 0) KeptScoreTile::put(queue_, tile);
-      if (!tile.is_computed) continue;
-      const RowTile& rows = tile.rows;
-      const MapPlace q = place_of_row(attention_, rows, rows.first);
-      const MapPlace k = {rows.entry.k.begin + tile.first_key, tile.head_kv, q.batch};
-      const auto bring = [&](const ptx::TensorMap& a, const ptx::TensorMap& b, int steps) {
-        FFPA_NO_UNROLL
-        for (int step = 0; step < steps; ++step) {
-          producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
-            const int column = step * tile::kBox;
-            for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
-              load_box(boxes_smem, a, barrier, q, column, box * tile::kBox);
-            }
-            for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
-              load_box(boxes_smem, b, barrier, k, column, box * tile::kBox);
-            }
-          });
-        }
-      };
-      bring(arguments_.q, arguments_.k, qk_steps());
-      bring(arguments_.grad_out, arguments_.v, v_steps());
     }
     if (lane_ == 0) queue_.put_end();
+  }
+
+  // ---- the warp that brings their boxes ----
+
+  FFPA_DEVICE void bring() {
+    tile::BoxProducer<Ring> producer(ring_, lane_);
+    FFPA_NO_UNROLL
+    for (;; queue_.release(lane_)) {
+      const KeptScoreTile tile = queue_.get();
+      if (!tile.exists()) break;
+      if (!tile.is_computed()) continue;
+      const int batch = attention_.is_packed() ? 0 : tile.batch();
+      const MapPlace q = {tile.q_begin() + tile.first_row(), tile.head(), batch};
+      const MapPlace k = {tile.k_begin() + tile.first_key(), tile.head_kv(), batch};
+      bring(producer, arguments_.q, q, arguments_.k, k, qk_steps());
+      bring(producer, arguments_.grad_out, q, arguments_.v, k, v_steps());
+    }
+  }
+
+  FFPA_DEVICE void bring(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& a, const MapPlace& rows,
+                         const ptx::TensorMap& b, const MapPlace& keys, int steps) const {
+    FFPA_NO_UNROLL
+    for (int step = 0; step < steps; ++step) {
+      producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
+        const int column = step * tile::kBox;
+        for (int box = 0; box < Ring::kBoxesA; ++box, boxes_smem += tile::kBoxBytes) {
+          load_box(boxes_smem, a, barrier, rows, column, box * tile::kBox);
+        }
+        for (int box = 0; box < Ring::kBoxesB; ++box, boxes_smem += tile::kBoxBytes) {
+          load_box(boxes_smem, b, barrier, keys, column, box * tile::kBox);
+        }
+      });
+    }
   }
 
   // ---- the warpgroups that multiply ----
@@ -192,7 +210,8 @@ class BackwardWgmmaScores {
       Sums sums;
       Packed p;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
-      const bool all_seen = tile.all_seen(), linear = are_linear(attention_, lse2), all_count = linear && all_seen;
+      const bool linear = are_linear(attention_, lse2), all_seen = tile.all_seen() && none_blind(lse2);
+      const bool all_count = all_seen && attention_.mask.kind == MaskKind::kNone;
       FFPA_UNROLL
       for (int box = 0; box < kBoxes; ++box) {
         const int fragment = box * kBoxFragments;
@@ -203,7 +222,7 @@ class BackwardWgmmaScores {
         } else {
           FFPA_UNROLL
           for (int part = 0; part < kBoxFragments; part += kPartFragments) {
-            exponents_by_rules<Element>(
+            exponents_by_rules<Element, tile::AdjacentFragments, true>(
                 pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen, tile.first_row() + row,
                 tile.first_key() + (fragment + part) * 8, lse2, lane_, slopes + part * 2,
                 [&](RowShare(&shares)[2]) { load_shares(params_, tile, tile.first_row() + row, lane_, shares); });
@@ -212,7 +231,7 @@ class BackwardWgmmaScores {
         tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
         finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), p_of_box);
         store(arguments_.p, box, p_of_box);
-        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes);
+        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes, all_count);
       }
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
       FFPA_UNROLL

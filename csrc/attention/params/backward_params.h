@@ -56,12 +56,13 @@ struct BackwardParams {
   bool float_gradients;
 
   float* statistics;    // [shape of lse][kRowStatistics]: LSE · log2(e), +inf where that is infinite; δ; RowShare
-  uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count
+  uint64_t* live_rows;  // [all heads][live_words]: bit r of a word is 0 where row r must not count; then two counters
 
   int first_entry, entries;  // entries of the chunk
   int first_tile, end_tile;  // row tiles of each entry
   int first_key, end_key;    // keys of the chunk, multiples of kKeyTile
   int turn;                  // half of `partial` that the chunk goes on from, where its sums take turns
+  int gives_q;               // whether dQ of the chunk, or a part of its sums, is computed before dK and dV
   int most_columns;          // the most of a row of P or dS, in whole key tiles: for all keys, or for a band
   uint16_t* p;               // P · 2^kExponentOfP [entries · row tiles · kRowTile][workspace_columns]
   uint16_t* ds;
@@ -88,6 +89,10 @@ struct BackwardParams {
   FFPA_HOST_DEVICE int live_words() const {
     return tiles_of(attention.packed_q, attention.n_q, kLiveRows);
   }  // words of a head
+  // Returns the counter of the tiles that have been taken of dQ, or of dK and dV, where blocks take what comes next.
+  FFPA_HOST_DEVICE uint32_t* taken(bool of_q) const {
+    return reinterpret_cast<uint32_t*>(live_rows + int64_t(all_heads()) * live_words()) + (of_q ? 0 : 1);
+  }
 
  private:
   FFPA_HOST_DEVICE int tiles_of(const PackedRows& packed, int n, int rows) const {

@@ -36,22 +36,28 @@ class ItemQueue {
     }
   }
 
+  // Takes the next of `count` items, or one beyond them, for a warp that passes it to nobody; all of its lanes call
+  // this. Nobody touches the counter where the items that blocks begin with are all there are (persistent_shape()).
+  static FFPA_DEVICE int next(void* counter_gmem, int count, int lane) {
+    uint32_t item = 0;
+    if (lane == 0) {
+      item = ptx::grid_x() / kBlocks;
+      if (int(item) < count) item += ptx::atom_add_global(counter_gmem, 1);
+    }
+    return int(ptx::shfl_idx(item, 0));
+  }
+
   // All lanes of one warp call this: it takes the next of `count` items for which ends(item) is false, or one beyond
-  // them, and passes it to the other warps. ends(item) may finish an item itself, and then returns true. Nobody touches
-  // the counter where the items that blocks begin with are all there are (persistent_shape()).
+  // them, and passes it to the other warps. ends(item) may finish an item itself, and then returns true.
   template <class Ends>
   FFPA_DEVICE int take(void* counter_gmem, int count, int lane, const Ends& ends) {
-    uint32_t item = 0;
+    int item;
     do {
-      if (lane == 0) {
-        item = ptx::grid_x() / kBlocks;
-        if (int(item) < count) item += ptx::atom_add_global(counter_gmem, 1);
-      }
-      item = ptx::shfl_idx(item, 0);
-    } while (int(item) < count && ends(int(item)));
+      item = next(counter_gmem, count, lane);
+    } while (item < count && ends(item));
     if (lane == 0) {
       ptx::mbarrier_wait(empty(place()), parity() ^ 1);
-      ptx::st_shared_4(item_of(place()), item);
+      ptx::st_shared_4(item_of(place()), uint32_t(item));
       if constexpr (kBlocks > 1) {
         ptx::fence_proxy_async();
         ptx::copy_to_block(item_of(place()), item_of(place()), kItemBytes, full(place()), 1);
@@ -59,7 +65,7 @@ class ItemQueue {
       ptx::mbarrier_arrive(full(place()));
     }
     ++items_;
-    return int(item);
+    return item;
   }
   FFPA_DEVICE int take(void* counter_gmem, int count, int lane) {
     return take(counter_gmem, count, lane, [](int) { return false; });

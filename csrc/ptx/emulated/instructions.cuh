@@ -106,6 +106,7 @@ void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes, CallSite s
 void mbarrier_wait(uint32_t barrier_smem, uint32_t parity, CallSite site = CallSite());
 
 // Kernels run one after the other.
+inline void let_next_kernel_start() {}
 inline void wait_for_earlier_kernels() {}
 
 // ---- arithmetic.cuh ----

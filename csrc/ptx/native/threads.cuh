@@ -186,8 +186,17 @@ FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
 }
 #undef FFPA_MBARRIER_POLL
 
-// A kernel that starts early (LaunchShape::starts_early) does so as the last blocks of the one before it end, and waits
-// for that itself. Code for GPUs before sm_90 has no such instruction, and is never started early.
+// A kernel that starts early (LaunchShape::starts_early) does so as the last blocks of the one before it end, or when
+// that one lets it, and waits for its end itself. Code for GPUs before sm_90 has no such instruction, and is never
+// started early.
+
+// griddepcontrol.launch_dependents: a kernel that starts early may do so once all blocks have called this, or have
+// ended.
+FFPA_DEVICE void let_next_kernel_start() {
+#if FFPA_SM90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // griddepcontrol.wait: waits until all kernels before this one have ended, and what they wrote is visible.
 FFPA_DEVICE void wait_for_earlier_kernels() {

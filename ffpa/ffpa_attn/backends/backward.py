@@ -93,7 +93,7 @@ class BackwardPlan(NamedTuple):
         heads, n_q = q.shape[:-2].numel(), q.shape[-2]
         # Packed sequences have as many words as rows/packed_tiles.cuh counts tiles.
         live_words = n_q // LIVE_ROWS + len(offsets[0]) - 1 if offsets else -(-n_q // LIVE_ROWS)
-        live_rows = empty(heads * live_words, dtype=torch.int64)
+        live_rows = empty(heads * live_words + 1, dtype=torch.int64)  # and two counters of 32 bits
         blocks = multiprocessors(q.device)
         if blocks not in memo:
             memo[blocks] = self._launches(inputs, grads, offsets, rule, blocks)

@@ -45,7 +45,8 @@ class Chunk(NamedTuple):
 
     @property
     def place(self) -> tuple[int, ...]:
-        return self[:7]
+        """Returns the numbers from `first_entry` on, as csrc/attention/params/backward_params.h has them."""
+        return self[:8]
 
     @property
     def row_tiles(self) -> int:
@@ -113,7 +114,9 @@ class Work:
         runs, on average and at most.
         """
         most = heads * self.columns
-        return (most, most) if self.columns < self.keys_of_longest and most < count else (count * seen, count)
+        if self.columns < self.keys_of_longest and most < count:
+            return most, most
+        return count * seen, 0 if self.packed else count  # how long sequences are, nobody knows here
 
     def keys_summed(self, keys: int) -> int:
         """Returns how many keys there is room for where sums of dK and dV of so many go from chunk to chunk: of packed

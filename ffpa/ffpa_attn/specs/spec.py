@@ -145,7 +145,9 @@ class BackwardWgmmaScores(KernelSpec):
     """This kernel writes P and dS to the workspace; one spec serves every head dim."""
 
     arch = "sm_90a"
-    allowed_spill_bytes = 128  # spills of what is live across a product of 128 accumulators beside 64 packed values
+    # A third of these spills is live across a product of 128 accumulators beside 64 packed values; the others are of
+    # softcaps, and of the warp that finds tiles.
+    allowed_spill_bytes = 320
 
     dtype: str
 
@@ -165,7 +167,7 @@ class BackwardWgmmaProducts(KernelSpec):
 class BackwardMmaScores(KernelSpec):
     """This is the counterpart of BackwardWgmmaScores for every GPU."""
 
-    allowed_spill_bytes = 128  # spills are between products, not among them: none on sm_90, at most 116 elsewhere
+    allowed_spill_bytes = 192  # spills are between products, not among them: few on sm_90, at most 172 elsewhere
 
     dtype: str
 

@@ -128,6 +128,22 @@ def _add_rows(
 
 
 @triton.jit
+def _add_rows_of_head(
+    dk, dv, q, k_tile, v_tile, grad, exponents, shares, delta, head, first, keys, at, rule, mask, q_strides, grad_strides,
+    statistics_strides, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr,
+    TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
+    grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
+    statistics = _offset(statistics_strides, at.batch, head, at.start_q)
+    mask += at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
+    return _add_rows(
+        dk, dv, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, shares + statistics, delta + statistics, first, keys,
+        at, rule, mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, EDGE, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
 def _keys_gradient(
     q, k, v, grad, exponents, shares, delta, dk, dv, mask, at, head_kv, first_key, q_strides, k_strides, v_strides, grad_strides,
     statistics_strides, dk_strides, dv_strides, mask_strides, sizes, rule, PACKED: tl.constexpr, EDGES: tl.constexpr,
@@ -145,27 +161,26 @@ def _keys_gradient(
     keys = first_key + tl.arange(0, KEYS)
     dk_sum = tl.zeros([KEYS, WIDTH_QK], tl.float32)
     dv_sum = tl.zeros([KEYS, WIDTH_V], tl.float32)
-    # A key sees the rows from `right` before its own to `left` after it.
+    # A key sees the rows from `right` before its own to `left` after it. One loop has the row tiles of all heads that all
+    # keys see, and one the others: each begins with loads that nothing hides.
     all_begin, all_end, begin, end = _tiles(first_key - at.shift, KEYS, at.n_q, rule.right, rule.left, ROWS)
-    for member in range(sizes.group):
-        head = head_kv * sizes.group + member
-        q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
-        grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
-        statistics = _offset(statistics_strides, at.batch, head, at.start_q)
-        head_mask = mask + at.batch.to(tl.int64) * mask_strides.batch + head.to(tl.int64) * mask_strides.head
-        for first in range(all_begin, all_end, ROWS):
-            dk_sum, dv_sum = _add_rows(
-                dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, shares + statistics,
-                delta + statistics, first, keys, at, rule, head_mask, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED,
-                MASK, False, ROWS,
+    inside = tl.cdiv(all_end - all_begin, ROWS)
+    for i in range(0, sizes.group * inside):
+        head = head_kv * sizes.group + i // inside
+        dk_sum, dv_sum = _add_rows_of_head(
+            dk_sum, dv_sum, q, k_tile, v_tile, grad, exponents, shares, delta, head, all_begin + i % inside * ROWS, keys, at, rule,
+            mask, q_strides, grad_strides, statistics_strides, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK,
+            False, ROWS,
+        )  # fmt: skip
+    if EDGES:
+        edges = tl.cdiv(end - begin, ROWS) - inside
+        for i in tl.range(0, sizes.group * edges, disable_licm=True):
+            head = head_kv * sizes.group + i // edges
+            first = _edge_tile(begin + i % edges * ROWS, all_begin, all_end)
+            dk_sum, dv_sum = _add_rows_of_head(
+                dk_sum, dv_sum, q, k_tile, v_tile, grad, exponents, shares, delta, head, first, keys, at, rule, mask, q_strides,
+                grad_strides, statistics_strides, mask_strides, D_QK, D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, True, ROWS,
             )  # fmt: skip
-        if EDGES:
-            for edge in tl.range(begin, end - (all_end - all_begin), ROWS, disable_licm=True):
-                dk_sum, dv_sum = _add_rows(
-                    dk_sum, dv_sum, q_rows, k_tile, v_tile, grad_rows, exponents + statistics, shares + statistics,
-                    delta + statistics, _edge_tile(edge, all_begin, all_end), keys, at, rule, head_mask, mask_strides, D_QK,
-                    D_V, PACKED, BLIND, TMA, RAW, CAPPED, MASK, True, ROWS,
-                )  # fmt: skip
     _store(dk_rows, first_key, dk_sum * rule.scale, KEYS, WIDTH_QK, D_QK)
     _store(dv_rows, first_key, dv_sum, KEYS, WIDTH_V, D_V)
 

@@ -51,8 +51,9 @@ FFPA_KERNEL(96, 1) void named_barrier_kernel(const uint32_t* input, uint32_t* ou
   }
 }
 
-// A kernel that nothing comes before goes on at once.
+// A kernel that nothing comes before, or after, goes on at once.
 FFPA_KERNEL(32, 1) void kernel_order_kernel(const uint32_t* input, uint32_t* output) {
+  ptx::let_next_kernel_start();
   ptx::wait_for_earlier_kernels();
   ptx::st_global_4(output + ptx::lane_id(), ptx::ld_global_4(input + ptx::lane_id()));
 }
