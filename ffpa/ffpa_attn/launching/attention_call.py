@@ -178,7 +178,10 @@ class Call(NamedTuple):
     partial: int | None = None
     zeros: int = 0
 
-    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
+    def __call__(
+        self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None, ahead: int = 0
+    ) -> None:
+        """Launches the kernels; values may begin so many bytes `ahead` of v's first, and lse may be None."""
         if self.launch is None:
             return
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
@@ -186,11 +189,12 @@ class Call(NamedTuple):
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
         if self.zeros:
             partial[-self.zeros :].zero_()
-        lse = lse if lse.numel() else None
+        if lse is not None and not lse.numel():
+            lse = None
         of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
-        self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
+        self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages, ahead=ahead)
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

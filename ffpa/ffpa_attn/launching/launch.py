@@ -50,8 +50,12 @@ class Launch:
                 partial(_emulated, spec, bytes(params), places, memory) for spec, params, memory in kernels
             ]
 
-    def __call__(self, *tensors: torch.Tensor | None, ints: tuple[int, ...] = ()) -> None:
-        addresses = self._pack(*[0 if x is None else x.data_ptr() for x in tensors])
+    def __call__(self, *tensors: torch.Tensor | None, ints: tuple[int, ...] = (), ahead: int = 0) -> None:
+        """`ahead` has the third tensor's data begin so many bytes behind its own first."""
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if ahead:
+            addresses[2] += ahead
+        addresses = self._pack(*addresses)
         params = None
         if ints:
             params = bytearray(self._params)
