@@ -8,7 +8,7 @@ import torch
 from ffpa_attn.backends import reference_rows
 from ffpa_attn.checks import memory_checks
 from ffpa_attn.integrations.vllm import attention
-from ffpa_attn.operators import again, ops, steps
+from ffpa_attn.operators import again, again_paged, ops, steps
 from ffpa_attn.testing import emulate
 from test_vllm import as_vllm_has_it, batch_of
 
@@ -29,19 +29,19 @@ def on_the_device(monkeypatch):
         yield
 
 
-def a_call(seed=0, rule=RULE, dtype=BF16, scales=False) -> dict:
+def a_call(seed=0, rule=RULE, dtype=BF16, scales=False, rows=ROWS) -> dict:
     """Returns arguments of `attend`."""
     pool = pages.make(LENGTHS, seed=seed, dtype=dtype)
-    q, _ = pages.queries(ROWS, seed=seed)
-    given = {"q": q, "cache": as_vllm_has_it(pool), "batch": batch_of(ROWS, pool), "out": torch.full_like(q, torch.nan)}
+    q, _ = pages.queries(rows, seed=seed)
+    given = {"q": q, "cache": as_vllm_has_it(pool), "batch": batch_of(rows, pool), "out": torch.full_like(q, torch.nan)}
     given |= {"rule": rule, "columns": 64, "dtype": dtype}
     if scales:
         given |= {"k_scale": torch.tensor([0.5, 2.0]) + seed, "v_scale": torch.tensor(1.5)}
     return given
 
 
-def eight_bits(seed=0) -> dict:
-    return a_call(seed, attention.Rule(0.125), E4M3, scales=True)
+def eight_bits(seed=0, rows=ROWS) -> dict:
+    return a_call(seed, attention.Rule(0.125), E4M3, scales=True, rows=rows)
 
 
 def result(given) -> torch.Tensor:
@@ -66,6 +66,27 @@ def test_the_next_layer_makes_no_views(make, monkeypatch):
             patch.setattr(torch.Tensor, name, None)
         found = [result(given) for given in calls]
     assert all(map(torch.equal, found, wanted)) and not torch.equal(*wanted)
+
+
+@pytest.mark.parametrize("make", [a_call, eight_bits])
+def test_another_number_of_rows_is_no_new_kind_of_call(make, monkeypatch):
+    """Its plan follows from the one that is known, and is kept."""
+    others = [(3, 2), (1, 3), (2, 3)]
+    wanted = [result(make(1, rows=rows)) for rows in [*others, *others]]
+    again.forget_all(), ops._plans.clear()
+    result(make(0))
+    monkeypatch.setattr(attention, "ffpa_varlen", None)
+    assert all(map(torch.equal, [result(make(1, rows=rows)) for rows in [*others, *others]], wanted))
+    with pytest.raises(TypeError):
+        result(make(0, rows=(1, 1)))  # the longest of its sequences has fewer rows
+
+
+def test_kinds_without_launches_are_not_asked_about_again(monkeypatch):
+    monkeypatch.setattr(again_paged, "launches_of", lambda plan: None)
+    wanted = result(a_call())
+    assert len(again._known) == 2
+    monkeypatch.setattr(again_paged, "plan_of", None)
+    assert torch.equal(result(a_call()), wanted)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -118,15 +139,16 @@ def test_kinds_differ_by_any_tensor(name, change):
 @pytest.mark.parametrize(
     "change",
     [
-        {"rule": attention.Rule(0.25, *(RULE.window, RULE.softcap))}, {"rule": attention.Rule(0.125, (16, -1), 5.0)},
-        {"rule": attention.Rule(0.125, (17, -1), 4.0)}, {"rule": attention.Rule(0.125, (17, -1), 5)},
-        {"rule": attention.Rule(0.125, (17, -1.0), 5.0)}, {"columns": 32}, {"dtype": torch.float16},
+        {"scale": 0.25}, {"window": (16, -1)}, {"softcap": 4.0}, {"softcap": 5}, {"window": (17, -1.0)}, {"columns": 32},
+        {"dtype": torch.float16},
     ],
     ids=str,
 )  # fmt: skip
 def test_kinds_differ_by_any_value(change):
-    given = a_call()
-    assert None is not kind(given) != kind(given | change) is not None
+    given, names = a_call(), {field.name for field in dataclasses.fields(RULE)}
+    rule = dataclasses.replace(RULE, **{name: x for name, x in change.items() if name in names})
+    others = {name: x for name, x in change.items() if name not in names}
+    assert None is not kind(given) != kind(given | {"rule": rule} | others) is not None
 
 
 @pytest.mark.parametrize("name", ["max_query_len", "max_seq_len"])
@@ -219,12 +241,21 @@ def test_scales_with_gaps_are_not_kept():
         assert torch.equal(result(given | {"k_scale": gaps}), wanted)
 
 
+def no_memory(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_first_call_without_memory_is_no_kind(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(ops, "run", no_memory)
+        result(a_call())
+    wanted = result(a_call())
+    monkeypatch.setattr(attention, "ffpa_varlen", None)
+    assert torch.equal(result(a_call()), wanted)
+
+
 def test_out_of_memory_is_explained(monkeypatch):
     result(a_call())
-
-    def no_memory(*args, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     monkeypatch.setattr(ops, "as_read", no_memory)
     monkeypatch.setattr(attention, "ffpa_varlen", None)
     with pytest.raises(torch.OutOfMemoryError, match="ffpa_attn"):

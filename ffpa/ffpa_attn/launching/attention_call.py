@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,13 +170,23 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 class Call(NamedTuple):
     """A call of a kind has the launch of a forward's kernels, if there are any, and the floats of their scratch, of their
-    partial results, and of zeros at the end of these.
+    partial results, and of zeros at the end of these. `scratch_of` gives blocks, keys of a chunk and bytes of scratch for
+    so many packed rows.
     """
 
     launch: Launch | None = None
     scratch: int | None = None
     partial: int | None = None
     zeros: int = 0
+    scratch_of: Callable[[int], tuple[int, int, int]] | None = None
+
+    def of_rows(self, rows: int) -> Call:
+        """Returns what launches a call of so many packed rows, where all else is the same."""
+        first = self.launch.kernels[0].params
+        params = type(first).from_buffer_copy(first)
+        params.packed_q.total, params.lse_head_stride = min(rows, _LARGEST_INT), rows
+        params.resident_blocks, params.chunk_keys, nbytes = self.scratch_of(rows)
+        return self._replace(launch=self.launch.with_params(params), scratch=nbytes // 4 or None)
 
     def __call__(
         self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None, ahead: int = 0

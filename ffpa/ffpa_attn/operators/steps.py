@@ -62,19 +62,30 @@ def kind(step: Step, call: Call, rule: tuple, types: tuple) -> tuple | None:
     return (*map(seen, call), k_scale is v_scale, step.kind, flags, rule, types)
 
 
-def remember(kind: tuple, step: Step, call: Call, views: tuple, options: Mapping[str, Any]) -> None:
-    """Keeps what runs a kind of call, whose first call went well. It had keys and values in these views of the cache, of which keys
-    begin where the cache does.
+def remember(kind: tuple, step: Step, call: Call, views: tuple, options: Mapping[str, Any]) -> bool:
+    """Keeps what runs an unknown kind of call, if there is a plan for it, and says whether it does: of a first call that went well,
+    or of one with another number of rows. Keys and values are these views of the cache, of which keys begin where the
+    cache does.
     """
-    q, cache, out, sinks, k_scale, v_scale = call
+    if again.knows(kind):
+        return False
+    q, cache, out, sinks, *scales = call
     *_, flags, _, _ = kind
-    where = Where(*step.tensors, *step.longest, k_scale=k_scale, v_scale=v_scale)
+    where = Where(*step.tensors, *step.longest, k_scale=scales[0], v_scale=scales[1])
     plan, form = again_paged.plan_of(again_paged.Call(q, *views, out, sinks, *step.tensors), where, options, flags)
-    launched, lies_apart = plan and again_paged.launches_of(plan), _lies_apart(call)
-    fits = launched and 0 not in plan.out_shape and all(x is None or x.is_contiguous() for x in (k_scale, v_scale))
-    if fits and lies_apart(call):
+    if plan is None or not plan.memo:  # nothing has run
+        return False
+    launched, lies_apart = again_paged.launches_of(plan), _lies_apart(call)
+    if launched is None or not all(x is None or x.is_contiguous() for x in scales):
+        again.keep(kind, _no_result)
+    elif lies_apart(call):
         ahead = views[1].data_ptr() - cache.data_ptr()
         again.keep(kind, _runner(plan, launched, form.pages.longest, form.max_q, lies_apart, ahead))
+    return again.knows(kind)
+
+
+def _no_result(step: Step, call: Call) -> None:
+    """Runs the kinds of calls that always go the long way."""
 
 
 def _runner(plan, launched, longest: int, max_q: int, lies_apart: Callable, ahead: int) -> Callable:

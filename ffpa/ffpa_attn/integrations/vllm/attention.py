@@ -151,12 +151,19 @@ def _run(batch: Batch, call: steps.Call, rule: Rule, views_of: Callable, *of_vie
     if kind is not None and (result := again.run(kind, step, call)) is not None:
         return result
     views, (offsets, lengths, table) = views_of(call.cache, *of_views), step.tensors
+
+    def is_remembered() -> bool:
+        if kind is None:
+            return False
+        options = options_of(True, "bottom_right", *values, None, None, "f32", False)
+        return steps.remember(kind, step, call, views, options)
+
+    if is_remembered() and (result := again.run(kind, step, call)) is not None:
+        return result
     where = {"block_table": table, "seqused_k": lengths, "out": call.out}
     how = {"causal": True, **rule.how, **_of_heads(call)}
     result = ffpa_varlen(call.q, *views, offsets, None, *step.longest, **where, **how)
-    if kind is not None:
-        options = options_of(True, "bottom_right", *values, None, None, "f32", False)
-        steps.remember(kind, step, call, views, options)
+    is_remembered()
     return result
 
 
