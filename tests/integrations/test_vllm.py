@@ -138,9 +138,9 @@ def as_vllm_has_it(pool) -> torch.Tensor:
 def run(pool, rows, rule, d, padding=0, scales=(), **more):
     """Returns q and the result, with rows of padding behind, as a piecewise graph has them."""
     q, _ = pages.queries([*rows, padding], heads=rule.sinks.numel() if rule.sinks is not None else 4, d=d)
-    k, v = attention.pools(as_vllm_has_it(pool), d, pool.k.dtype)
     out = torch.full_like(q, torch.nan)
-    attention.attend(q, k, v, batch_of(rows, pool, **more), out, rule, *scales)
+    cache, of_cache = as_vllm_has_it(pool), (d, pool.k.dtype)
+    attention.attend(q, cache, batch_of(rows, pool, **more), out, rule, *of_cache, *scales)
     assert not out[len(q) - padding :].any()
     return q, out
 
@@ -192,8 +192,9 @@ def test_latent_vectors(dtype):
     pool = pages.make(lengths, heads=1, d=576, d_v=512, layout="latent", dtype=dtype)
     q, _ = pages.queries(rows, heads=16, d=576)
     scale, of_keys = 192**-0.5, (torch.tensor(0.5), 0.5) if dtype == attention.EIGHT_BITS else (None, 1.0)
-    out = attention.attend_latent(q, pool.k[:, :, 0], batch_of(rows, pool), scale, 512, of_keys[0])
-    assert_right(pool, rows, attention.Rule(scale), q, out, (of_keys[1], of_keys[1]))
+    rule = attention.Rule(scale)
+    out = attention.attend_latent(q, pool.k[:, :, 0], batch_of(rows, pool), rule, 512, of_keys[0])
+    assert_right(pool, rows, rule, q, out, (of_keys[1], of_keys[1]))
 
 
 def test_a_graph_reads_its_buffers_anew():
@@ -202,7 +203,7 @@ def test_a_graph_reads_its_buffers_anew():
     offsets, used = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
     table = torch.zeros_like(pool.table)
     batch = attention.Batch(4, 4, offsets, attention.bound(30), used, table, torch.empty(0, dtype=torch.int64))
-    k, v = attention.pools(as_vllm_has_it(pool), 64, pool.k.dtype)
+    cache = as_vllm_has_it(pool)
     q, _ = pages.queries([4])
     for rows in ([1, 1, 1, 1], [2, 1, 0, 0], [1, 2, 1, 0]):  # of requests in turn, from one batch to the next
         offsets[1:] = torch.tensor(rows).cumsum(0)
@@ -210,7 +211,7 @@ def test_a_graph_reads_its_buffers_anew():
         table.copy_(pool.table)
         table[torch.tensor(rows) == 0] = 10**6
         out = torch.full_like(q, torch.nan)
-        attention.attend(q, k, v, batch, out, RULES["window"])
+        attention.attend(q, cache, batch, out, RULES["window"], 64, pool.k.dtype)
         n = len([x for x in rows if x])
         some = pages.Pool(pool.k, pool.v, pool.table[:n], pool.used[:n])
         assert_right(some, rows[:n], RULES["window"], q, out)

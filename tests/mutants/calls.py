@@ -92,7 +92,7 @@ MUTANTS = [
         "backends/choice.py",
         "tests/backends/test_choice.py",
         ("level falls back on a GPU", 'if p.device == "cuda" or flags["FFPA_EMULATE"] or not of_ours:', 'if flags["FFPA_EMULATE"] or not of_ours:'),
-        ("choice: a candidate is asked twice", "    @cache\n    def answer(", "    def answer("),
+        ("choice: a candidate is asked twice", "        if name not in answers:\n", "        if True:\n"),
     ),
     *edits_in(
         "attention.py",

@@ -340,7 +340,7 @@ MUTANTS = [
     ),
     *two_phase_parts(
         "backends/row_tiles.py",
-        ("two-phase parts: results beside the workspace", "        workspace_cap -= 4 * (partial or 0)\n", ""),
+        ("two-phase parts: results beside the workspace", "left = workspace_cap - 4 * (partial or 0)", "left = workspace_cap"),
         ("parts: larger than the workspace", "min(most_parts(p, tile_keys, workspace_cap), most)", "min(most_parts(p, tile_keys, 1 << 50), most)"),
     ),
     *two_phase_parts(

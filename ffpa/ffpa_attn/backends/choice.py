@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Protocol
 
 from .. import env
@@ -234,9 +233,12 @@ def choose(p: Problem, flags: Flags) -> Choice:
 
 
 def _choose(p: Problem, flags: Flags) -> Choice:
-    @cache
+    answers: dict[str, Plan | str] = {}
+
     def answer(name: str) -> Plan | str:
-        return CANDIDATES[name](p, flags)
+        if name not in answers:
+            answers[name] = CANDIDATES[name](p, flags)
+        return answers[name]
 
     demand, fallback = _demand(p, flags), None
     if demand:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ..specs import archs
@@ -87,9 +86,8 @@ def _pace(p: Problem, spec) -> Pace:
 
 def _parts(p: Problem, spec, tile_heads: int, workspace_cap: int) -> tuple[float, Parts]:
     """Returns the parts that take the shortest, and how long."""
-    pace = _pace(p, spec)
-    estimate = partial(row_tiles.microseconds, p, pace, tile_heads)
-    return row_tiles.fastest_parts(p, spec.rows, _TILE_KEYS, tile_heads, workspace_cap, estimate)
+    how = row_tiles.microseconds, _pace(p, spec), tile_heads
+    return row_tiles.fastest_parts(p, spec.rows, _TILE_KEYS, tile_heads, workspace_cap, *how)
 
 
 def _tile_heads(p: Problem, spec) -> int:

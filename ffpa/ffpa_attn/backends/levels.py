@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import env
@@ -85,6 +85,11 @@ class LevelPlan(NamedTuple):
     @property
     def kernel(self) -> str:
         return self.spec.name
+
+    @property
+    def alike(self) -> LevelPlan:
+        """Returns what is the same for calls that are launched alike: all but the estimate."""
+        return self._replace(microseconds=0.0)
 
     @property
     def specs(self) -> tuple:
@@ -297,7 +302,8 @@ def _rows_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> Le
         if fits:
             slowdown, stages = fits[0]
             heads = row_tiles.shared_heads(p, shape.rows)
-            splits = _splits(padded, 1, shape, heads, flags["FFPA_WORKSPACE_MB"] << 20)
+            of_tiles = row_tiles.of_whole_tiles(padded, shape.rows, heads)
+            splits = _splits(of_tiles, 1, shape, heads, flags["FFPA_WORKSPACE_MB"] << 20)
             cost = _microseconds(padded, 1, shape, heads, splits) * slowdown
             plans.append(LevelPlan(spec, 1, stages, True, splits, tile_heads=heads, microseconds=cost))
     return _cheapest(plans, spec, p)
@@ -342,11 +348,11 @@ def _split_plan(p: Problem, acc: tuple[str, str], flags: Mapping[str, Any]) -> L
             continue
         heads = row_tiles.shared_heads(p, shape.rows)
         if p.cache:
-            estimate = partial(row_tiles.microseconds, p, _pace_of_8_bits(p, spec, blocks), heads)
-            cost, parts = row_tiles.fastest_parts(p, shape.rows, shape.keys, heads, cap, estimate)
+            how = row_tiles.microseconds, _pace_of_8_bits(p, spec, blocks), heads
+            cost, parts = row_tiles.fastest_parts(p, shape.rows, shape.keys, heads, cap, *how)
             splits = parts.count
         else:
-            splits = _splits(p, level, shape, heads, cap - of_a_block)
+            splits = _splits(row_tiles.of_whole_tiles(p, shape.rows, heads), level, shape, heads, cap - of_a_block)
             cost = _microseconds(p, level, shape, heads, splits)
         stages, value_stages, q_resident = fitting
         of_plan = {"value_stages": value_stages, "tile_heads": heads, "microseconds": cost}
@@ -445,4 +451,5 @@ def _call(plan: LevelPlan, q, k, v, out, mask, offsets, rule, pages, workspace_c
     settings = {name: getattr(plan, name) for name in of_plan} | of_keys.settings
     settings |= {"resident_blocks": blocks, "tile_rows": rows_of_head}
     specs = (plan.spec, *((ForwardMerge(plan.spec.dtype),) if of_keys.count > 1 else ()))
-    return Call(forward_launch(specs, q, k, v, out, mask, offsets, rule, pages, **settings), scratch, partial)
+    launch = forward_launch(specs, q, k, v, out, mask, offsets, rule, pages, **settings)
+    return Call(launch, scratch, partial, scratch_of=lambda packed_rows: (blocks, 0, 4 * (scratch or 0)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import env
@@ -149,16 +150,30 @@ def _of_decoding(batch: int, tiles: int, parts: int, part_keys: float, bytes_of_
 
 
 def fastest_parts(
-    p: Problem, rows: int, tile_keys: int, tile_heads: int, workspace_cap: int, estimate: Callable[[Parts], float]
+    p: Problem, rows: int, tile_keys: int, tile_heads: int, workspace_cap: int, estimate: Callable[..., float], *how
 ) -> tuple[float, Parts]:
-    """Returns the parts that take the shortest, and how long. Where the bound of one sequence may be far above its length, as in
-    a CUDA graph, they are the most that take little longer: each of them is shorter.
+    """Returns the parts that take the shortest, and how long: `estimate` is asked of p, `how` and parts. Where the bound of one
+    sequence may be far above its length, as in a CUDA graph, they are the most that take little longer: each of them is
+    shorter.
     """
+    return _fastest_parts(
+        of_whole_tiles(p, rows, tile_heads), rows, tile_keys, tile_heads, workspace_cap, estimate, *how
+    )
+
+
+def of_whole_tiles(p: Problem, rows: int, tile_heads: int) -> Problem:
+    """Returns a problem with as many row tiles, the same for all numbers of packed rows that make so many."""
+    rows //= tile_heads
+    return p._replace(packed=(p.packed[0] // rows * rows, 0)) if p.packed else p
+
+
+@lru_cache(maxsize=1024)  # a server has another number of packed rows in each step
+def _fastest_parts(p: Problem, rows: int, tile_keys: int, tile_heads: int, workspace_cap: int, estimate, *how):
     most = MOST_TILES // max(count(p, rows, tile_heads), 1)
     most = max(min(most_parts(p, tile_keys, workspace_cap), most), 1)
     of_tile = p.n_q, p.n_k, p.visibility, rows // tile_heads, tile_keys
     cuts = dict.fromkeys(cut_keys(*of_tile, number) for number in range(1, most + 1))
-    times = {cut: estimate(cut) for cut in cuts}
+    times = {cut: estimate(p, *how, cut) for cut in cuts}
     best = min(times, key=times.get)
     if p.batch == 1 and _decodes_pages(p, rows // tile_heads):
         best = max(cut for cut in cuts if times[cut] <= _LITTLE * times[best])
@@ -175,6 +190,11 @@ class RowTilePlan(NamedTuple):
     @property
     def kernel(self) -> str:
         return self.spec.name
+
+    @property
+    def alike(self) -> RowTilePlan:
+        """Returns what is the same for calls that are launched alike: all but the estimate."""
+        return self._replace(microseconds=0.0)
 
     @property
     def specs(self) -> tuple:
@@ -211,23 +231,29 @@ class RowTilePlan(NamedTuple):
                 attention_call.fill_without_keys(lse, sinks, offsets)
         call(q, k, v, out, lse, mask, offsets, sinks, largest, pages)
 
-    def _call(self, q, k, v, out, mask, offsets, rule, pages, blocks: int, workspace_cap: int, clears=True) -> Call:
+    def _call(
+        self, q, k, v, out, mask, offsets, rule, pages, multiprocessors: int, workspace_cap: int, clears=True
+    ) -> Call:
         n_q, n_k = attention_call.lengths(q, k, offsets, pages)
         batch = attention_call.entries(q, offsets)
         if not (batch and n_q and n_k):
             return Call()
-        packed_rows = q.shape[-2] if offsets else None
-        tiles = _count(batch, q.shape[-3], n_q, packed_rows, self.rows, self.tile_heads) * self.parts.count
-        rows = batch * q.shape[-3] * n_q
-        partial = rows * floats_of_row(self.parts, v.shape[-1]) if self.parts.count > 1 else None
-        workspace_cap -= 4 * (partial or 0)
-        blocks, chunk_keys, nbytes = self.scratch(tiles, n_k, v.shape[-1], rule.visibility, blocks, workspace_cap)
+        heads, d_v = q.shape[-3], v.shape[-1]
+        rows = batch * heads * n_q
+        partial = rows * floats_of_row(self.parts, d_v) if self.parts.count > 1 else None
+        left = workspace_cap - 4 * (partial or 0)
+
+        def scratch_of(packed_rows: int | None) -> Scratch:
+            tiles = _count(batch, heads, n_q, packed_rows, self.rows, self.tile_heads) * self.parts.count
+            return self.scratch(tiles, n_k, d_v, rule.visibility, multiprocessors, left)
+
+        blocks, chunk_keys, nbytes = scratch_of(q.shape[-2] if offsets else None)
         settings = {"chunk_keys": chunk_keys, "resident_blocks": blocks, "tile_heads": self.tile_heads}
         settings |= {"tile_rows": self.rows // self.tile_heads} | self.parts.settings
         launch = forward_launch(self.specs, q, k, v, out, mask, offsets, rule, pages, clears, **settings)
         # Where offsets fall, the merge reads sums of rows that no tile has; what it makes of them is cleared, or zeros.
         zeros = 2 * rows * self.parts.count if offsets and partial and not clears else 0
-        return Call(launch, nbytes // 4 or None, partial, zeros)
+        return Call(launch, nbytes // 4 or None, partial, zeros, scratch_of)
 
 
 def _count(batch: int, heads: int, n_q: int, packed_rows: int | None, rows: int = ROWS, tile_heads: int = 1) -> int:

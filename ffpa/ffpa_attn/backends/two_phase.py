@@ -8,7 +8,6 @@ sums, and so every bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ..specs import archs
@@ -40,7 +39,8 @@ class TwoPhasePlan(row_tiles.RowTilePlan):
 
 def why_slower(p: Problem, plan: TwoPhasePlan, flags: Mapping[str, Any]) -> str | None:
     """Says why the levels of the mma forward are faster, or None: they need less workspace, and have smaller tiles."""
-    (blocks, chunk_keys, _), items = _cut(p, plan.spec, plan.tile_heads, plan.parts, flags)
+    workspace_cap = flags["FFPA_WORKSPACE_MB"] << 20
+    (blocks, chunk_keys, _), items = _cut(p, plan.spec, plan.tile_heads, plan.parts, workspace_cap)
     tiles = _tiles(_keys_of_item(p.n_k, plan.parts), p.visibility)
     if blocks < min(items, row_tiles.least_blocks(p)) or chunk_keys < min(_LEAST_TILES, tiles) * KEYS:
         return f"FFPA_WORKSPACE_MB={flags['FFPA_WORKSPACE_MB']} holds {blocks} blocks and {chunk_keys} keys of each, too few"
@@ -92,12 +92,9 @@ def _spec(p: Problem, backend: str) -> _Spec:
     return ForwardWgmmaTwoPhase(p.dtype, _columns(p.d_v), p.pages is not None)
 
 
-def _cut(
-    p: Problem, spec: _Spec, tile_heads: int, parts: Parts, flags: Mapping[str, Any]
-) -> tuple[Scratch, int] | None:
+def _cut(p: Problem, spec: _Spec, tile_heads: int, parts: Parts, cap: int) -> tuple[Scratch, int] | None:
     """Returns the scratch beside the results of parts, and how many items share it; None where the cap holds no block."""
     rows = p.batch * p.heads_q * p.n_q
-    cap = flags["FFPA_WORKSPACE_MB"] << 20
     cap -= 4 * rows * row_tiles.floats_of_row(parts, p.d_v) if parts.count > 1 else 0
     items = max(row_tiles.count(p, tile_heads=tile_heads), 1) * parts.count
     keys, multiprocessors = _keys_of_item(max(p.n_k, 1), parts), archs.multiprocessors(p.arch or "sm_90")
@@ -105,9 +102,9 @@ def _cut(
     return (scratch, items) if scratch.scratch_bytes <= cap else None
 
 
-def _microseconds(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, Any], parts: Parts) -> float:
+def _microseconds(p: Problem, spec: _Spec, tile_heads: int, workspace_cap: int, parts: Parts) -> float:
     """Estimates a call on an otherwise idle GPU, with as many blocks as the workspace holds."""
-    found = _cut(p, spec, tile_heads, parts, flags)
+    found = _cut(p, spec, tile_heads, parts, workspace_cap)
     if found is None:
         return float("inf")
     (blocks, _, _), items = found
@@ -122,8 +119,8 @@ def _microseconds(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, 
 
 def _parts(p: Problem, spec: _Spec, tile_heads: int, flags: Mapping[str, Any]) -> tuple[float, Parts]:
     """Returns the parts that take the shortest, and how long."""
-    estimate = partial(_microseconds, p, spec, tile_heads, flags)
-    return row_tiles.fastest_parts(p, ROWS, KEYS, tile_heads, flags["FFPA_WORKSPACE_MB"] << 20, estimate)
+    cap = flags["FFPA_WORKSPACE_MB"] << 20
+    return row_tiles.fastest_parts(p, ROWS, KEYS, tile_heads, cap, _microseconds, spec, tile_heads, cap)
 
 
 def plan(p: Problem, backend: str, flags: Mapping[str, Any]) -> TwoPhasePlan | str:

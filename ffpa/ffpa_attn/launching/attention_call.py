@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,15 +170,28 @@ def _floats(count: int, device: torch.device) -> torch.Tensor:
 
 class Call(NamedTuple):
     """A call of a kind has the launch of a forward's kernels, if there are any, and the floats of their scratch, of their
-    partial results, and of zeros at the end of these.
+    partial results, and of zeros at the end of these. `scratch_of` gives blocks, keys of a chunk and bytes of scratch for
+    so many packed rows.
     """
 
     launch: Launch | None = None
     scratch: int | None = None
     partial: int | None = None
     zeros: int = 0
+    scratch_of: Callable[[int], tuple[int, int, int]] | None = None
 
-    def __call__(self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None) -> None:
+    def of_rows(self, rows: int) -> Call:
+        """Returns what launches a call of so many packed rows, where all else is the same."""
+        first = self.launch.kernels[0].params
+        params = type(first).from_buffer_copy(first)
+        params.packed_q.total, params.lse_head_stride = min(rows, _LARGEST_INT), rows
+        params.resident_blocks, params.chunk_keys, nbytes = self.scratch_of(rows)
+        return self._replace(launch=self.launch.with_params(params), scratch=nbytes // 4 or None)
+
+    def __call__(
+        self, q, k, v, out, lse, mask, offsets, sinks=None, largest=None, pages: Pages | None = None, ahead: int = 0
+    ) -> None:
+        """Launches the kernels; values may begin so many bytes `ahead` of v's first, and lse may be None."""
         if self.launch is None:
             return
         scratch = None if self.scratch is None else _floats(self.scratch, q.device)
@@ -186,11 +199,12 @@ class Call(NamedTuple):
         cu_q, cu_k = offsets[:2] if offsets else (None, None)
         if self.zeros:
             partial[-self.zeros :].zero_()
-        lse = lse if lse.numel() else None
+        if lse is not None and not lse.numel():
+            lse = None
         of_pages = NO_PAGES
         if pages:
             of_pages = pages.used, pages.table, pages.first, pages.added, pages.k_scale, pages.v_scale
-        self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages)
+        self.launch(q, k, v, out, lse, mask, cu_q, cu_k, scratch, partial, sinks, largest, *of_pages, ahead=ahead)
 
 
 Memo = dict[str, Call]  # "call" -> what a plan has worked out for the calls of a kind

@@ -33,6 +33,7 @@ class Launch:
     """
 
     def __init__(self, kernels: Sequence[Kernel], device: torch.device, first_int: str | None = None):
+        self.kernels, self._device = kernels, device
         kind, fields = type(kernels[0].params), tuple(kernels[0].memory)
         assert all(type(params) is kind and tuple(memory) == fields for _, params, memory in kernels)
         assert first_int is None or len(kernels) == 1
@@ -50,8 +51,16 @@ class Launch:
                 partial(_emulated, spec, bytes(params), places, memory) for spec, params, memory in kernels
             ]
 
-    def __call__(self, *tensors: torch.Tensor | None, ints: tuple[int, ...] = ()) -> None:
-        addresses = self._pack(*[0 if x is None else x.data_ptr() for x in tensors])
+    def with_params(self, params: ctypes.Structure) -> Launch:
+        """Returns the launch of the same kernels with other numbers, the same for all."""
+        return Launch([kernel._replace(params=params) for kernel in self.kernels], self._device)
+
+    def __call__(self, *tensors: torch.Tensor | None, ints: tuple[int, ...] = (), ahead: int = 0) -> None:
+        """`ahead` has the third tensor's data begin so many bytes behind its own first."""
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if ahead:
+            addresses[2] += ahead
+        addresses = self._pack(*addresses)
         params = None
         if ints:
             params = bytearray(self._params)

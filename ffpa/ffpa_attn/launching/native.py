@@ -68,15 +68,18 @@ def is_built(spec: KernelSpec, gpu: str) -> bool:
 
 
 _unready: dict[tuple[KernelSpec, str], str] = {}  # kernels that cannot be made ready in this process, and why
+_ready: set[tuple[KernelSpec, str]] = set()  # kernels that are ready, of which nothing more is asked
 
 
 def why_not(spec: KernelSpec, gpu: str) -> str | None:
     """Says why this kernel cannot run on this GPU; None when it can, if need be after compiling it."""
+    if (spec, gpu) in _unready:
+        return _unready[spec, gpu]
+    if (spec, gpu) in _ready:
+        return None
     reason = archs.why_not_on(spec.arch, gpu)
     if reason:
         return f"{spec.name} cannot run: {reason}"
-    if (spec, gpu) in _unready:
-        return _unready[spec, gpu]
     if record() is None:
         return PYTHON_ONLY
     if is_built(spec, gpu):
@@ -223,4 +226,5 @@ def make_ready(spec: KernelSpec, gpu: str) -> bool:
             raise
         _unready[spec, gpu] = f"{spec.name} is not ready for {gpu}: {str(error).removeprefix('ffpa_attn: ')}"
         return False
+    _ready.add((spec, gpu))
     return True

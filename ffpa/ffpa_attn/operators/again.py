@@ -75,6 +75,13 @@ def run(kind: tuple, *tensors):
     return None
 
 
+def knows(kind: tuple) -> bool:
+    try:
+        return kind in _known
+    except TypeError:  # an argument has no hash
+        return False
+
+
 def forget_all() -> None:
     _known.clear()
 

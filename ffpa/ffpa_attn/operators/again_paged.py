@@ -68,10 +68,21 @@ def kind(call: Call, args: tuple) -> tuple | None:
 def remember(kind: tuple, call: Call, where, options: Mapping[str, Any]) -> None:
     """Keeps what runs a kind of call, whose first call went well; `where` is that of `paged.attend`."""
     *_, flags, _, _ = kind
-    form = Paged(call.k_pages, *where.arguments(), call.sinks, scales=(call.k_scale, call.v_scale))
-    plan, lie_apart = ops.plan_of(form, *call[:3], options, flags, call.out), _lie_apart(call)
+    (plan, form), lie_apart = plan_of(call, where, options, flags), _lie_apart(call)
     if plan is not None and lie_apart(call):
         again.keep(kind, _runner(plan, form, call, lie_apart, options.get("return_lse", True)))
+
+
+def plan_of(call: Call, where, options: Mapping[str, Any], flags) -> tuple[ops.Plan | None, Paged]:
+    """Returns the plan of a call, if it is kept, and the call's form."""
+    form = Paged(call.k_pages, *where.arguments(), call.sinks, scales=(where.k_scale, where.v_scale))
+    return ops.plan_of(form, *call[:3], options, flags, call.out), form
+
+
+def launches_of(plan: ops.Plan):
+    """Returns the first call's launches, of plans that keep them so, or None."""
+    launched = plan.memo.get("call")
+    return None if launched is None or launched.launch is None else launched
 
 
 def _runner(plan: ops.Plan, form: Paged, first: Call, lie_apart: Callable, with_lse: bool) -> Callable:
@@ -80,9 +91,7 @@ def _runner(plan: ops.Plan, form: Paged, first: Call, lie_apart: Callable, with_
     is_empty, is_like_q, no_lse = 0 in plan.out_shape, first.q.shape == plan.out_shape, None
     longest, more, max_q = form.pages.longest, form.pages.more, form.max_q
     memo = None if first.k is None else appending.be_sure(*_appended(first))
-    launched = plan.memo.get("call")  # the first call's launches, of plans that keep them so
-    if launched is not None and launched.launch is None:
-        launched = None
+    launched = launches_of(plan)
 
     def run(call: Call):
         nonlocal no_lse

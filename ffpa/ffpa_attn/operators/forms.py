@@ -214,6 +214,20 @@ class Paged:
         return x.transpose(-3, -2)
 
 
+def for_any_rows(key: tuple, form, q, out) -> tuple | None:
+    """Returns what a call has in common with those that differ in their number of packed rows alone, of the key of its plan, which begins
+    with what is seen of q, k, v and out; or None where a check may ask for the number. One row has any stride.
+    """
+    rows = q.shape[0]
+    if not isinstance(form, Paged) or form.cu_q is None or rows < 2 or type(form.max_q) is not int:
+        return None
+    if out is not None and out.shape[:1] != (rows,):
+        return None
+    (shape, *of_q), of_k, of_v, of_out, *others = key
+    of_out = of_out and (of_out[0][1:], *of_out[1:])
+    return "any rows", min(rows, form.max_q), shape[1:], *of_q, of_k, of_v, of_out, *others
+
+
 MAX_LOGITS = "_max_logits"  # the end of an operator's name: it returns the largest scores, too
 
 

@@ -22,7 +22,7 @@ from ..support import progress
 from ..support.private_torch import PlainTorch
 from ..triton_ops import launch as triton_launch
 from . import appending, dispatch_keys, out_of_memory
-from .forms import Dense, describe, operators, seen
+from .forms import Dense, describe, for_any_rows, operators, seen
 from .schemas import SCHEMAS
 
 if TYPE_CHECKING:
@@ -123,8 +123,38 @@ def _forward_key(form, q, k, v, out, options, flags) -> tuple:
 
 
 def plan_of(form, q, k, v, options, flags, out=None) -> Plan | None:
-    """Returns the plan of a forward, if it is kept."""
-    return _plans.get(_forward_key(form, q, k, v, out, options, flags))
+    """Returns the plan of a forward, if it is kept, or follows from what is kept."""
+    key = _forward_key(form, q, k, v, out, options, flags)
+    return _plans.get(key) or _of_other_rows(key, form, q, k, out, flags)
+
+
+def _remember_for_any_rows(key: tuple, plan: Plan, form, q, out) -> Plan:
+    """Keeps a plan also for calls that differ in the number of packed rows alone and are to be launched alike."""
+    alike, any_rows = getattr(plan.choice.plan, "alike", None), for_any_rows(key, form, q, out)
+    if any_rows is not None and alike is not None:
+        _remember(any_rows, plan)
+        _remember((any_rows, alike), plan)
+    return _remember(key, plan)
+
+
+def _of_other_rows(key: tuple, form, q, k, out, flags) -> Plan | None:
+    """Returns the plan of a call whose like was seen with another number of packed rows, for which no check asks: that of a call for
+    which the same was chosen as for this one.
+    """
+    any_rows = for_any_rows(key, form, q, out)
+    known = any_rows and _plans.get(any_rows)
+    if not known or flags["FFPA_LOG"]:
+        return None
+    from ..backends.choice import choose
+
+    choice = choose(known.choice.problem._replace(packed=form.packed(q, k)), flags)
+    like = _plans.get((any_rows, getattr(choice.plan, "alike", None)))
+    call = like and like.memo.get("call")
+    if call is None or call.launch is None or choice.fallback:
+        return None
+    lse_shape = form.lse_shape(q) if choice.problem.needs_lse else (0,)
+    shapes = {"out_shape": (*q.shape[:-1], like.out_shape[-1]), "lse_shape": lse_shape}
+    return _remember(key, like._replace(choice=choice, memo={"call": call.of_rows(q.shape[0])}, **shapes))
 
 
 def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
@@ -151,7 +181,9 @@ def _checked(form, q, k, v, out, options) -> tuple[tuple, Plan]:
     """Returns what runs a forward, and its key, or raises what the forward would."""
     flags = env.run_flags()
     key = _forward_key(form, q, k, v, out, options, flags)
-    plan = _plans.get(key) or _remember(key, _forward_plan(form, q, k, v, out, options, flags))
+    plan = _plans.get(key) or _of_other_rows(key, form, q, k, out, flags)
+    if plan is None:
+        plan = _remember_for_any_rows(key, _forward_plan(form, q, k, v, out, options, flags), form, q, out)
     form.check_values(q, k, flags)
     if out is not None:
         # This depends on addresses, which no plan can know.

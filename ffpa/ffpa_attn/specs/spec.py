@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 from . import tiles
@@ -36,16 +37,21 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        words = [self.family]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                words.append(value)
-            elif isinstance(value, bool):
-                words += [field.name] if value else []
-            else:
-                words.append(f"{field.name}{value}")
-        return "_".join(words)
+        return _name(self)
+
+
+@cache  # a choice asks for it, of a spec that it has made anew
+def _name(spec: KernelSpec) -> str:
+    words = [spec.family]
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if isinstance(value, str):
+            words.append(value)
+        elif isinstance(value, bool):
+            words += [field.name] if value else []
+        else:
+            words.append(f"{field.name}{value}")
+    return "_".join(words)
 
 
 @dataclass(frozen=True)

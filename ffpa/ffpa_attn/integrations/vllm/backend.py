@@ -187,7 +187,8 @@ class FfpaImpl(AttentionImpl[Batch]):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FFPA does not quantise its output; switch the fusion pass off that asks for it")
-        k_pages, v_pages = pools(kv_cache, self.head_size, EIGHT_BITS if self.has_eight_bits else query.dtype)
-        scales = (layer._k_scale, layer._v_scale) if self.has_eight_bits else ()
-        attend(query, k_pages, v_pages, attn_metadata, output, self.rule, *scales)
+        dtype, scales = query.dtype, ()
+        if self.has_eight_bits:
+            dtype, scales = EIGHT_BITS, (layer._k_scale, layer._v_scale)
+        attend(query, kv_cache, attn_metadata, output, self.rule, self.head_size, dtype, *scales)
         return output

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from . import releases
-from .attention import Batch, attend_latent, bound, longest_keys, reserve
+from .attention import Batch, Rule, attend_latent, bound, longest_keys, reserve
 from .backend import CACHES, reason_against, rows_of_decoding
 
 try:
@@ -109,7 +109,7 @@ class FfpaMlaImpl(MLACommonImpl[MLACommonMetadata]):
         shape, rest = (num_heads, head_size, scale, num_kv_heads), (attn_type, kv_sharing_target_layer_name)
         super().__init__(*shape, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, *rest, **mla_args)
         self.supports_quant_query_input = False  # q keeps its 16 bits beside an fp8 cache
-        self.has_eight_bits = kv_cache_dtype.startswith("fp8")
+        self.rule, self.has_eight_bits = Rule(float(scale)), kv_cache_dtype.startswith("fp8")
 
     def reserve_workspace(self) -> None:
         """Shows the workspace to the run that measures memory, in releases that ask for it."""
@@ -123,4 +123,4 @@ class FfpaMlaImpl(MLACommonImpl[MLACommonMetadata]):
             q = torch.cat(q, dim=-1)
         kv_scale = layer._k_scale if self.has_eight_bits else None
         batch = attn_metadata.decode
-        return attend_latent(q, kv_c_and_k_pe_cache, batch, self.scale, self.kv_lora_rank, kv_scale), None
+        return attend_latent(q, kv_c_and_k_pe_cache, batch, self.rule, self.kv_lora_rank, kv_scale), None
