@@ -34,19 +34,19 @@ FFPA_DEVICE float tanh_from(float x, float large) {
 }
 FFPA_DEVICE float tanh_of(float x) { return tanh_from(x, 1 - 2 * ptx::rcp(1 + ptx::ex2(2 * kLog2e * std::fabs(x)))); }
 
-// Does the same to several numbers, and sets slopes to 1 - tanh(x)²; their relative error stays that small where tanh
-// is almost 1. All wait for the same instructions together.
+// Does the same to several numbers, with the same bits, and sets slopes to 1 - tanh(x)²; their relative error stays
+// that small where tanh is almost 1. All wait for the same instructions together.
 template <int kCount>
 FFPA_DEVICE void tanh_and_slopes(float (&x)[kCount], float (&slopes)[kCount]) {
-  float small[kCount], inverse[kCount];
+  float inverse[kCount];
   FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) small[i] = ptx::ex2(-2 * kLog2e * std::fabs(x[i]));
+  for (int i = 0; i < kCount; ++i) inverse[i] = 1 + ptx::ex2(2 * kLog2e * std::fabs(x[i]));
   FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) inverse[i] = ptx::rcp(1 + small[i]);
+  for (float& number : inverse) number = ptx::rcp(number);
   FFPA_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    slopes[i] = 4 * small[i] * (inverse[i] * inverse[i]);
-    x[i] = tanh_from(x[i], 1 - 2 * small[i] * inverse[i]);
+    slopes[i] = 4 * inverse[i] * (1 - inverse[i]);
+    x[i] = tanh_from(x[i], 1 - 2 * inverse[i]);
   }
 }
 
@@ -118,47 +118,6 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
       }
     }
   }
-}
-
-// Returns four bits, of which bit i says whether byte i is not 0.
-FFPA_DEVICE uint32_t bits_of_bytes(uint32_t bytes) {
-  const uint32_t tops = (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080;  // the top bits of such bytes
-  return (tops >> 7) * 0x01020408 >> 24;
-}
-
-// Masks scores of 16 rows and 32 keys by a bool mask, as mask_scores() does, if it lies so that 16 keys can be read at
-// once, and returns whether it does. Each lane reads those of one row, and hears from others what it needs: one wait
-// for memory instead of many.
-template <class Fragments, int kN, class Block>
-FFPA_DEVICE bool mask_by_bits(float (&scores)[1][kN][4], const AttentionParams& params, const Block& block, int row,
-                              int key, int lane) {
-  constexpr int kKeys = 32, kTogether = 16;
-  static_assert(kN * 8 == kKeys, "a word has a bit for each key");
-  const MaskView& mask = params.mask;
-  const uint64_t places = uint64_t(mask.data) | mask.batch_stride | mask.head_stride | mask.row_stride | key;
-  if (mask.kind != MaskKind::kBool || mask.key_stride != 1 || places % kTogether != 0 || key + kKeys > block.n_k()) {
-    return false;
-  }
-  const RowPlace at = place_in(block, row + lane / 2);
-  const int r = min_of(at.row, block.n_q() - 1);  // rows past it do not count
-  const uint8_t* row_gmem = mask.data + block.batch() * mask.batch_stride + at.head * mask.head_stride;
-  uint32_t bytes[4], bits = 0;
-  ptx::ld_global_16(bytes, row_gmem + r * mask.row_stride + key + lane % 2 * kTogether);
-  FFPA_UNROLL
-  for (int i = 0; i < 4; ++i) bits |= bits_of_bytes(bytes[i]) << 4 * i;
-  bits <<= lane % 2 * kTogether;
-  bits |= ptx::shfl_xor(bits, 1);
-  FFPA_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const int own_row = tile::c_coordinate(lane, 2 * h).row;
-    const uint32_t of_row = ptx::shfl_idx(bits, own_row * 2) >> Fragments::first_column(lane);
-    FFPA_UNROLL
-    for (int i = 0; i < kN * 2; ++i) {
-      const int column = Fragments::column_of(i / 2) + i % 2;
-      if ((of_row >> column & 1) == 0) scores[0][i / 2][2 * h + i % 2] = -kInfinity;
-    }
-  }
-  return true;
 }
 
 template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>

@@ -15,8 +15,9 @@ struct LaunchShape {
   uint32_t smem_bytes = 0;      // bytes of dynamic shared memory of a block
   GridDim cluster;              // blocks in each dimension; every side divides the grid's
   uint32_t* counter = nullptr;  // counter in global memory, or null; 0 when the kernel starts
-  bool starts_early = false;    // the kernel waits for those before it itself (ptx::wait_for_earlier_kernels)
-  bool cooperative = false;     // all blocks run at once, so that each may wait for any other; a larger grid fails
+  bool starts_early =
+      false;  // the kernel itself waits for those before it, before it ends (ptx::wait_for_earlier_kernels)
+  bool cooperative = false;  // all blocks run at once, so that each may wait for any other; a larger grid fails
 };
 
 // Returns the shape of a kernel whose blocks take items until none are left: as many blocks, or clusters of blocks, as

@@ -345,8 +345,8 @@ def test_masks_shared_in_every_way(backend, device, forced, monkeypatch):
 @BACKENDS
 @pytest.mark.parametrize("rule", [{}, {"causal": True, "softcap": 8.0}], ids=["plain", "rules"])
 @pytest.mark.parametrize("mask", ["bool", "bool-keys", "bool-some-rows-empty"])
-def test_bool_masks_that_lanes_read_together(mask, rule, backend, device, forced):
-    """Rows of a mask begin at multiples of 16 bytes; the last keys of a row are read one by one."""
+def test_bool_masks_that_are_aligned(mask, rule, backend, device, forced):
+    """Rows of a mask begin at multiples of 16 bytes."""
     forced(backend, device)
     case = Case(batch=2, heads_kv=1, n_q=70, n_k=336, d=24, mask=mask, rule=rule)
     test_numerics.test_gradients(case, device)
@@ -579,6 +579,20 @@ def test_chunks_cover_everything_once_within_the_cap(mb, n, group, seen):
             # Sums go on where the last chunk of the same keys, or rows, left them.
             assert sorted(corners, key=(lambda at: at) if of == "of_q" else (lambda at: at[::-1])) == corners
             assert len(set(corners)) == len(corners)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n, group, d", [(32_768, 1, 512), (65_536, 8, 320), (131_072, 1, 1024)])
+def test_sums_of_dq_lie_apart_from_those_of_dk_and_dv(n, group, d, causal):
+    """Where a chunk gives all gradients, dK and dV begin while dQ is computed."""
+    see = Visibility(-1, 0 if causal else -1, False)
+    problem = PROBLEM._replace(heads_kv=32 // group, n_q=n, n_k=n, d_qk=d, d_v=d, visibility=see)
+    plan = backward.plan(problem, "hopper", 1 << 30)
+    waiting = [c for c in plan.chunks if c.of_q and c.of_k and c.keys < n]
+    assert waiting or all(c.keys >= n for c in plan.chunks)
+    for chunk in waiting:
+        end = plan.sums_at(chunk, True) + chunk.row_tiles * plan.sums_of_tile
+        assert end <= plan.sums_of_k_at <= plan.sums_at(chunk, False)
 
 
 @pytest.mark.parametrize("n", [20_000, 32_768, 65_536, 131_072, 262_144])

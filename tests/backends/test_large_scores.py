@@ -313,6 +313,23 @@ def test_gradients_under_a_small_softcap(attend):
         expect_gradients([dq], [want], 2e-2)
 
 
+@pytest.mark.parametrize("x", [0.62, 1.3, 3.0])
+def test_gradients_under_a_large_softcap(x, attend):
+    """Equal scores have equal P: P and what a far row's comes from take the same tanh, to the last bit."""
+    for d in dims_of(attend):
+        q, k = torch.zeros(1, 1, N_Q, d, dtype=BF16), torch.zeros(1, 1, N_K, d, dtype=BF16)
+        q[..., 0] = k[..., 0] = 2.0**15
+        v, grad = values(N_K, d, BF16), values(N_Q, d, BF16)
+
+        def gradients(q, k, v, grad):
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(ffpa(q, k, v, scale=1.0, softcap=2.0**30 / x), (q, k, v), grad)
+
+        dv = attend(gradients, *(t.clone() for t in (q, k, v)), grad)[2]
+        want = (grad.float().sum(2, keepdim=True) / N_K).expand(dv.shape)
+        torch.testing.assert_close(dv.float(), want, rtol=2e-2, atol=2e-3)
+
+
 def test_gradients_of_keys_that_hardly_count(attend):
     """P is of 10^-6, of which float16 has four bits, and does not lose them before it meets dP."""
     for d in dims_of(attend):

@@ -99,6 +99,16 @@ def test_releases_are_told_apart(monkeypatch, version, age):
     assert releases.unfit(ImportError("no name X")).startswith(f"vLLM {version} ({age}) lacks what ffpa_attn needs: no")
 
 
+@pytest.mark.parametrize("version", ["0.29.0", "0.34.1.dev77", "0.33.1", "0.24.0+cu130", "unknown"])
+def test_a_release_that_nobody_tried_is_named(monkeypatch, caplog, version):
+    monkeypatch.setattr(releases, "found", lambda: version)
+    with caplog.at_level(logging.WARNING):
+        releases.say_if_untried()
+    untried = version in ("0.29.0", "0.34.1.dev77")
+    said = f"vLLM is {version}; FFPA was tried with {', '.join(releases.TRIED)} alone"
+    assert caplog.messages == [said] * untried
+
+
 def test_bounds_are_few_and_near():
     assert [attention.bound(n) for n in (0, 1, 2, 7, 15, 16)] == [0, 1, 2, 7, 15, 16]
     bounds = {n: attention.bound(n) for n in range(1, 70_000)}

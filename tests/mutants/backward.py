@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",
-        ("backward pairs: dS without the derivative of the cap", "(of_tanh[2 * h] * kUnit, of_tanh[2 * h + 1] * kUnit)", "(kUnit, kUnit)"),
+        ("backward pairs: dS without the derivative of the cap", "(of_pair[0] * kSlopes<Element>, of_pair[1] * kSlopes<Element>)", "(kSlopes<Element>, kSlopes<Element>)"),
         only="hopper and not cuda and gradients and softcap",
     ),
     *backward(
@@ -124,16 +124,6 @@ MUTANTS = [
         ("score tiles: the first row tile that sees keys is left out", "max_of(first_seeing, strip.first) / kRowTile;", "max_of(first_seeing, strip.first) / kRowTile + 1;"),
         ("score tiles: row tiles behind a window count as none", "min_of(last_seeing, strip.last) / kRowTile + 1", "min_of(last_seeing, strip.last) / kRowTile"),
         only="lanes and not cuda",
-    ),
-    *backward(
-        "csrc/attention/score_rules.cuh",
-        ("masks: bytes but 1 are false", "(((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080", "bytes << 7 & 0x80808080"),
-        ("masks: the top bit of a byte is false", "+ 0x7f7f7f7f) | bytes) &", "+ 0x7f7f7f7f)) &"),
-        ("masks: lanes read a row's first keys alone", "+ key + lane % 2 * kTogether", "+ key"),
-        ("masks: lanes hear from rows of their own number", "own_row * 2) >>", "own_row) >>"),
-        ("masks: keys behind the last are read", "places % kTogether != 0 || key + kKeys > block.n_k()", "places % kTogether != 0"),
-        ("masks: rows that begin anywhere are read together", "places % kTogether != 0 ||", "false ||"),
-        only="hopper and not cuda and (lanes_read or any_byte or bool)",
     ),
     *backward(
         "csrc/attention/backward/wgmma_scores.cuh",
@@ -327,6 +317,11 @@ MUTANTS = [
         "csrc/attention/backward/mma_products.cuh",
         ("bands: what lies beside them is read", "uint32_t(column + chunk * tile::kChunkElements) < uint32_t(columns)", "true"),
         only="windows and not cuda and mma",
+    ),
+    *backward(
+        "backends/backward.py",
+        ("backward: sums of dK and dV where those of dQ lie", "sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0", "sums_of_k_at = 0"),
+        only="lie_apart or boxes and not cuda and hopper",
     ),
     *backward(
         "backends/backward.py",

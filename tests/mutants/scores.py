@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     *gradients(
         "csrc/attention/score_rules.cuh",
-        ("rules: a slope is what tanh leaves", "slopes[i] = 4 * small[i] * (inverse[i] * inverse[i]);", "slopes[i] = 1 - tanh_of(x[i]) * tanh_of(x[i]);"),
+        ("rules: a slope is what tanh leaves", "slopes[i] = 4 * inverse[i] * (1 - inverse[i]);", "slopes[i] = 1 - tanh_of(x[i]) * tanh_of(x[i]);"),
     ),
     *gradients(
         "csrc/attention/params/backward_params.h",

@@ -290,7 +290,7 @@ class BackwardMmaShort : ShortRows<Config> {
       finish_p<Element>(scores, p, numbers.sum);
       store(p_of(tile), group, p);
       if (!has_softcap()) continue;
-      apply_slopes<Element>(p, slopes, numbers.all_count);
+      apply_slopes<Element>(p, slopes, false);
       store(ds_of(tile), group, p);
     }
     FFPA_UNROLL

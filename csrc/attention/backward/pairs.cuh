@@ -101,40 +101,30 @@ FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const
 // Turns raw products into scores before masks; and, with a softcap, writes its slopes to `slopes`.
 template <class Element, int kN>
 FFPA_DEVICE void cap_products(float (&scores)[1][kN][4], const AttentionParams& attention, uint32_t* slopes) {
+  const float factor = attention.softcap > 0 ? attention.score_factor : attention.scale;
   FFPA_UNROLL
-  for (int n = 0; n < kN; ++n) {
-    float (&of_fragment)[4] = scores[0][n];
-    const float factor = attention.softcap > 0 ? attention.score_factor : attention.scale;
+  for (int i = 0; i < kN * 2; ++i) {
+    float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[0][i / 2][i % 2 * 2]);
     FFPA_UNROLL
-    for (float& x : of_fragment) x = ptx::mul_rn(x, factor);
+    for (float& x : pair) x = ptx::mul_rn(x, factor);
     if (!(attention.softcap > 0)) continue;
-    float of_tanh[4];
-    tanh_and_slopes(of_fragment, of_tanh);
+    float of_pair[2];
+    tanh_and_slopes(pair, of_pair);
     FFPA_UNROLL
-    for (float& x : of_fragment) x *= attention.softcap;
-    FFPA_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      constexpr float kUnit = kSlopes<Element>;
-      slopes[2 * n + h] = ptx::pack<Element>(of_tanh[2 * h] * kUnit, of_tanh[2 * h + 1] * kUnit);
-    }
+    for (float& x : pair) x *= attention.softcap;
+    slopes[i] = ptx::pack<Element>(of_pair[0] * kSlopes<Element>, of_pair[1] * kSlopes<Element>);
   }
 }
 
 // Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
 // The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
-// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows. With kByBits,
-// a bool mask is read by all lanes together where it can be, which takes registers.
-template <class Element, class Fragments = tile::AdjacentFragments, bool kByBits = false, class Block, int kN,
-          class GetShares>
+// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows.
+template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN, class GetShares>
 FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
                                     bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes,
                                     const GetShares& get_shares) {
   cap_products<Element>(scores, attention, slopes);
-  if (attention.mask.kind != MaskKind::kNone) {
-    bool is_masked = false;
-    if constexpr (kByBits) is_masked = mask_by_bits<Fragments>(scores, attention, rows, row, key, lane);
-    if (!is_masked) mask_scores<Fragments, false>(scores, attention, rows, row, key, lane);
-  }
+  if (attention.mask.kind != MaskKind::kNone) mask_scores<Fragments, false>(scores, attention, rows, row, key, lane);
   if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
   const bool any_far = ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
   RowShare shares[2];

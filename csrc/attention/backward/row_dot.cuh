@@ -43,7 +43,7 @@ FFPA_DEVICE void dots_of_rows(float (&sums)[kRows], const uint16_t* const (&out)
   }
 }
 
-// Returns that of one row.
+// Returns dO·O of one row.
 template <class Element>
 FFPA_DEVICE float dot_of_rows(const uint16_t* out, const uint16_t* grad_out, int columns, int lane, int lanes) {
   float sums[1];

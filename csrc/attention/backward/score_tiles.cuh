@@ -1,4 +1,5 @@
-// The tiles of P and dS that a block computes, in an order in which blocks read little, and the same, at a time.
+// This file gives the tiles of P and dS that a block computes, in an order in which blocks read little, and the same,
+// at a time.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +37,12 @@ FFPA_HOST_DEVICE int score_tiles(const BackwardParams& params) {
   return params.entries * params.tiles_of_chunk() * (kRowTile / kScoreRows) * (params.workspace_columns() / kKeyTile);
 }
 
-// The tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They come in
-// strips of a few row tiles, 32 key tiles of a strip after the other, key tile after key tile: what blocks read at a
-// time is then little, and the same. Each lane counts the tiles that are read of one key tile, as all blocks walk over
-// all strips, and short sequences have many. Bands are narrow enough to come row after row, in one strip for a head.
-// All lanes of a warp call this. kPassesOver is for a warp that does nothing else, as it takes registers.
+// It gives the tiles of this block, among those that are read: all blocks get equal shares, whatever a mask hides. They
+// come in strips of a few row tiles, 32 key tiles of a strip after the other, key tile after key tile: what blocks read
+// at a time is then little, and the same. All blocks walk over all strips, of which short sequences have many; so each
+// lane counts the tiles that are read of one key tile. Bands are narrow enough to come row after row, in one strip for
+// a head. All lanes of a warp call this. With kPassesOver, heads are passed over; that takes registers, which a warp
+// has that does nothing else.
 template <bool kPassesOver>
 class ScoreTileSequence {
  public:
@@ -120,7 +122,7 @@ class ScoreTileSequence {
     for (int first = 0; first < row_tiles; first += kLanes) {
       RowTile rows;
       rows.entry = entry;
-      rows.first = (first + ptx::lane_id()) * kRowTile;
+      rows.first = min_of(first + ptx::lane_id(), row_tiles) * kRowTile;  // the last tile's end has no rows
       rows.last = min_of(rows.first + kRowTile, entry.n_q()) - 1;
       const TileRange seen = visible_tiles(rows, kKeyTile);
       tiles += max_of(min_of(seen.end, keys.end / kKeyTile) - max_of(seen.first, keys.begin / kKeyTile), 0);
@@ -155,7 +157,7 @@ class ScoreTileSequence {
     int first_row_tile, tiles;
   };
   FFPA_DEVICE Counted count(const RowTile& strip) const {
-    const int key_tile = first_key_tile_ + ptx::lane_id(), key = key_tile * kKeyTile;
+    const int key_tile = min_of(first_key_tile_ + ptx::lane_id(), end_key_tile_), key = key_tile * kKeyTile;
     // A row tile sees a key of the tile if its last row sees the first key or a later one, and its first row the last
     // key or an earlier one.
     const int first_seeing = key - strip.farthest(), last_seeing = key + kKeyTile - 1 - strip.nearest();

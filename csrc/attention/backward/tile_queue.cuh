@@ -1,6 +1,6 @@
-// Passes tiles from the warp that finds them to the warpgroups that multiply, and to the warp that brings operands,
-// where that is another one. One warp does the arithmetic that finds a tile, while the others work on earlier ones, and
-// leaves its numbers in shared memory: registers belong to sums, and a ring runs empty while nobody brings.
+// Passes tiles from the warp that finds them to the warpgroups that multiply, and to the warp that brings operands. One
+// warp does the arithmetic that finds a tile, while the others work on earlier ones, and leaves its numbers in shared
+// memory: registers belong to sums, and a ring runs empty while nobody brings.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Where the rows and keys of the backward's tiles lie, the same for every way to multiply; and the work items of the
-// products: which tile an item is, and what it is summed over. Those of P and dS are in score_tiles.cuh.
+// This file says where the rows and keys of the backward's tiles lie, the same for every way to multiply; and which
+// tile an item of the products is, and what it is summed over. Tiles of P and dS are in score_tiles.cuh.
 #pragma once
 
 #include <cstdint>
@@ -272,7 +272,7 @@ class TileRounds {
   bool backwards_ = false;
 };
 
-// The tiles of this block, in rounds.
+// It gives the tiles of this block, which come in rounds.
 template <class Tiles>
 class ProductTileSequence {
  public:

@@ -112,7 +112,7 @@ class BackwardWgmmaProducts {
     if constexpr (Config::kOfQ) ptx::let_next_kernel_start();
     if (ptx::thread_x() == 0) {
       queue_.init(1 + tile::kConsumerWarps);
-      item_queue().init(1);
+      if constexpr (Config::kClusterBlocks > 1) item_queue().init(1);
       ring_.init();
     }
     ring_.meet();

@@ -160,13 +160,13 @@ class BackwardWgmmaScores {
       const int batch = attention_.is_packed() ? 0 : tile.batch();
       const MapPlace q = {tile.q_begin() + tile.first_row(), tile.head(), batch};
       const MapPlace k = {tile.k_begin() + tile.first_key(), tile.head_kv(), batch};
-      bring(producer, arguments_.q, q, arguments_.k, k, qk_steps());
-      bring(producer, arguments_.grad_out, q, arguments_.v, k, v_steps());
+      bring_steps(producer, arguments_.q, q, arguments_.k, k, qk_steps());
+      bring_steps(producer, arguments_.grad_out, q, arguments_.v, k, v_steps());
     }
   }
 
-  FFPA_DEVICE void bring(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& a, const MapPlace& rows,
-                         const ptx::TensorMap& b, const MapPlace& keys, int steps) const {
+  FFPA_DEVICE void bring_steps(tile::BoxProducer<Ring>& producer, const ptx::TensorMap& a, const MapPlace& rows,
+                               const ptx::TensorMap& b, const MapPlace& keys, int steps) const {
     FFPA_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       producer.bring([&](uint32_t boxes_smem, uint32_t barrier) {
@@ -222,7 +222,7 @@ class BackwardWgmmaScores {
         } else {
           FFPA_UNROLL
           for (int part = 0; part < kBoxFragments; part += kPartFragments) {
-            exponents_by_rules<Element, tile::AdjacentFragments, true>(
+            exponents_by_rules<Element>(
                 pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen, tile.first_row() + row,
                 tile.first_key() + (fragment + part) * 8, lse2, lane_, slopes + part * 2,
                 [&](RowShare(&shares)[2]) { load_shares(params_, tile, tile.first_row() + row, lane_, shares); });

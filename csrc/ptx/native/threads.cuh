@@ -191,7 +191,7 @@ FFPA_DEVICE void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
 // started early.
 
 // griddepcontrol.launch_dependents: a kernel that starts early may do so once all blocks have called this, or have
-// ended.
+// ended. What the calling kernel writes is visible to it only after it has waited.
 FFPA_DEVICE void let_next_kernel_start() {
 #if FFPA_SM90
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -158,7 +158,8 @@ def plan(p: Problem, backend: str, cap: int) -> BackwardPlan | str:
     of_tile = ROW_TILE * backward_chunks.sums_of_row(work, cut.of_q.columns)
     of_key = backward_chunks.sums_of_key(work, cut.of_k.columns)
     sums_q, sums_k = cut.row_tiles_kept * of_tile, cut.keys_kept * of_key
-    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0  # else sums of dQ are done with by then
+    # Where a chunk gives all gradients, dK and dV are begun while dQ is computed; else sums of dQ are done with by then.
+    sums_of_k_at = sums_q if any(c.of_q and c.of_k for c in cut.chunks) else 0
     partial = max(sums_q, sums_of_k_at + sums_k)
     needed = 4 * (pairs + partial)
     if needed > cap:

@@ -109,14 +109,14 @@ class Work:
     def columns_of(self, keys: int) -> int:
         return min(keys, self.columns)
 
-    def run(self, count: int, seen: float, heads: int = 1) -> tuple[float, int]:
+    def run(self, count: int, seen: float, heads: int = 1) -> tuple[float, float]:
         """Returns over how many of `count` keys, or rows of so many heads, of which a part is seen, a tile of a product
-        runs, on average and at most.
+        runs, on average and at most: 0 for packed sequences, whose tiles blocks take as they become free.
         """
         most = heads * self.columns
         if self.columns < self.keys_of_longest and most < count:
             return most, most
-        return count * seen, 0 if self.packed else count  # how long sequences are, nobody knows here
+        return count * seen, 0 if self.packed else count
 
     def keys_summed(self, keys: int) -> int:
         """Returns how many keys there is room for where sums of dK and dV of so many go from chunk to chunk: of packed

@@ -133,6 +133,7 @@ def _add_rows_of_head(
     statistics_strides, mask_strides, D_QK: tl.constexpr, D_V: tl.constexpr, PACKED: tl.constexpr, BLIND: tl.constexpr,
     TMA: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Adds one more tile of rows of query head `head`."""
     q_rows = _rows(q, q_strides, at.batch, head, at.start_q, at.n_q, TMA)
     grad_rows = _rows(grad, grad_strides, at.batch, head, at.start_q, at.n_q, TMA)
     statistics = _offset(statistics_strides, at.batch, head, at.start_q)
@@ -150,7 +151,9 @@ def _keys_gradient(
     BLIND: tl.constexpr, RAW: tl.constexpr, CAPPED: tl.constexpr, MASK: tl.constexpr, TMA: tl.constexpr, D_QK: tl.constexpr,
     D_V: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK and dV of a block of keys, summed over its query heads in order. BLIND: the rule blinds some rows."""
+    """Computes dK and dV of a block of keys, summed in a fixed order over the row tiles of all its query heads that all keys
+    see, and then over the others. BLIND: the rule blinds some rows.
+    """
     k_rows = _rows(k, k_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
     v_rows = _rows(v, v_strides, at.batch, head_kv, at.start_k, at.n_k, TMA)
     dk_rows = _rows(dk, dk_strides, at.batch, head_kv, at.start_k, at.n_k, False)

@@ -22,6 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(releases.unfit(error)) from error
 
+releases.say_if_untried()
 CACHES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 
 TRIED = ("0.20.0", "0.21.0", "0.24.0", "0.28.0", "0.30.0", "0.33.0")  # .dev/serving_check.sh runs these
@@ -16,9 +17,21 @@ def found() -> str:
         return "unknown"
 
 
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def say_if_untried() -> None:
+    """Warns where vLLM asks for a backend, and nobody has tried this release or one that differs in its last number alone."""
+    here = found()
+    if _minor(here) and _minor(here) not in map(_minor, TRIED):
+        tried = ", ".join(TRIED)
+        logging.getLogger(__name__).warning("vLLM is %s; FFPA was tried with %s alone", here, tried)
+
+
 def _age(version: str) -> str:
     """Returns how old a release is beside those that were tried; a number of a commit's own build says nothing."""
-    here, first, last = (tuple(map(int, re.findall(r"\d+", x)[:2])) for x in (version, TRIED[0], TRIED[-1]))
+    here, first, last = map(_minor, (version, TRIED[0], TRIED[-1]))
     if not here or "dev" in version:
         return "unknown age"
     return "too old" if here < first else "too new" if here > last else "between those that were tried"
