@@ -7,8 +7,19 @@ from typing import NamedTuple
 import compare
 import oracle
 import torch
+from ffpa_attn.backends import reference_rows
+from ffpa_attn.checks import memory_checks
+from ffpa_attn.operators import again, ops
 
 ANYTHING = (-1, -(2**31), 2**31 - 1, 10**6)  # entries that nobody needs may be these
+
+
+def forget_and_read_nothing(monkeypatch) -> None:
+    """Makes all kinds of calls unknown, and has tables and lengths not read, as on a GPU."""
+    monkeypatch.setattr(again, "_known", {})
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(memory_checks, "values_are_read", lambda x, flags: flags["FFPA_CHECK"])
+    monkeypatch.setattr(reference_rows, "_lengths_may_be_read", lambda lengths: False)
 
 
 class Pool(NamedTuple):

@@ -5,8 +5,6 @@ import dataclasses
 import pages
 import pytest
 import torch
-from ffpa_attn.backends import reference_rows
-from ffpa_attn.checks import memory_checks
 from ffpa_attn.integrations.vllm import attention
 from ffpa_attn.operators import again, again_paged, ops, steps
 from ffpa_attn.testing import emulate
@@ -21,10 +19,7 @@ RULE = attention.Rule(0.125, (17, -1), 5.0, SINKS)
 @pytest.fixture(autouse=True)
 def on_the_device(monkeypatch):
     """Nothing is known, and tables and lengths are not read, as on a GPU."""
-    monkeypatch.setattr(again, "_known", {})
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(memory_checks, "values_are_read", lambda x, flags: flags["FFPA_CHECK"])
-    monkeypatch.setattr(reference_rows, "_lengths_may_be_read", lambda lengths: False)
+    pages.forget_and_read_nothing(monkeypatch)
     with emulate("sm_80"):
         yield
 

@@ -5,8 +5,7 @@ import pages
 import pytest
 import torch
 from ffpa_attn import ffpa_varlen, ffpa_with_kvcache
-from ffpa_attn.backends import reference_rows
-from ffpa_attn.checks import memory_checks, page_checks
+from ffpa_attn.checks import page_checks
 from ffpa_attn.operators import again, again_paged, ops
 from test_again import no_planning
 
@@ -17,10 +16,7 @@ ROWS, LENGTHS = (3, 1), (40, 21)
 @pytest.fixture(autouse=True)
 def on_the_device(monkeypatch):
     """Nothing is known, and tables and lengths are not read, as on a GPU."""
-    monkeypatch.setattr(again, "_known", {})
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(memory_checks, "values_are_read", lambda x, flags: flags["FFPA_CHECK"])
-    monkeypatch.setattr(reference_rows, "_lengths_may_be_read", lambda lengths: False)
+    pages.forget_and_read_nothing(monkeypatch)
 
 
 def a_pool(device, dtype=BF16, layout="NHD", seed=0, **options):

@@ -4,8 +4,7 @@ import pages
 import pytest
 import torch
 from ffpa_attn import env, ffpa_varlen
-from ffpa_attn.backends import choice, fused, levels, reference_rows, row_tiles, two_phase
-from ffpa_attn.checks import memory_checks
+from ffpa_attn.backends import choice, fused, levels, row_tiles, two_phase
 from ffpa_attn.operators import again, ops
 from ffpa_attn.specs.problem import Problem, Visibility
 from ffpa_attn.testing import emulate
@@ -18,10 +17,7 @@ ROWS = [(6, 1, 3), (8, 2, 8), (1, 8, 0), (8, 8, 8)]  # of the longest 8 rows eac
 @pytest.fixture(autouse=True)
 def on_the_device(monkeypatch):
     """Nothing is known, and tables and lengths are not read, as on a GPU."""
-    monkeypatch.setattr(again, "_known", {})
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(memory_checks, "values_are_read", lambda x, flags: False)
-    monkeypatch.setattr(reference_rows, "_lengths_may_be_read", lambda lengths: False)
+    pages.forget_and_read_nothing(monkeypatch)
 
 
 def forget() -> None:
