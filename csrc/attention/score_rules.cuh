@@ -12,7 +12,9 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
+#include "attention/mask_pairs.cuh"
 #include "attention/params/attention_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "base/compiler.h"
@@ -23,47 +25,56 @@
 
 namespace ffpa {
 
-// Returns tanh(x) with a relative error below 2^-22: a large softcap must leave small scores as they are. Below 0.6 the
-// exponential form, tanh(|x|) = `large`, would cancel; there tanh(x) = x + x³ p(x²), with p the polynomial of least
-// relative error.
-FFPA_DEVICE float tanh_from(float x, float large) {
+// What rules may take. Calls on pages have no masks. With few registers, a mask's elements come one by one, and there
+// is one form of tanh.
+enum class Rules { kWithoutMasks, kInFewRegisters, kFast };
+template <bool kPaged>
+inline constexpr Rules kRulesOf = kPaged ? Rules::kWithoutMasks : Rules::kFast;
+
+// Returns tanh(x) with a relative error below 2^-22: a large softcap must leave small scores as they are. Below
+// kMostSmall the exponential form would cancel; there tanh(x) = x + x³ p(x²), with p the polynomial of least relative
+// error.
+inline constexpr float kMostSmall = 0.6f;
+FFPA_DEVICE bool is_small(float x) { return std::fabs(x) < kMostSmall; }
+FFPA_DEVICE float small_tanh(float x) {
   const float x2 = x * x;
   const float p = ((0.015612628f * x2 - 0.0522118f) * x2 + 0.13313116f) * x2 - 0.33332598f;
-  const float small = x + x * x2 * p;
-  return std::fabs(x) < 0.6f ? small : std::copysign(large, x);
+  return x + x * x2 * p;
 }
-FFPA_DEVICE float tanh_of(float x) { return tanh_from(x, 1 - 2 * ptx::rcp(1 + ptx::ex2(2 * kLog2e * std::fabs(x)))); }
+// Returns (1 - tanh|x|) / 2.
+FFPA_DEVICE float rest_of_tanh(float x) { return ptx::rcp(1 + ptx::ex2(2 * kLog2e * std::fabs(x))); }
+FFPA_DEVICE float tanh_of(float x) { return is_small(x) ? small_tanh(x) : std::copysign(1 - 2 * rest_of_tanh(x), x); }
 
-// Does the same to several numbers, with the same bits, and sets slopes to 1 - tanh(x)²; their relative error stays
-// that small where tanh is almost 1. All wait for the same instructions together.
-template <int kCount>
-FFPA_DEVICE void tanh_and_slopes(float (&x)[kCount], float (&slopes)[kCount]) {
-  float inverse[kCount];
-  FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) inverse[i] = 1 + ptx::ex2(2 * kLog2e * std::fabs(x[i]));
-  FFPA_UNROLL
-  for (float& number : inverse) number = ptx::rcp(number);
-  FFPA_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    slopes[i] = 4 * inverse[i] * (1 - inverse[i]);
-    x[i] = tanh_from(x[i], 1 - 2 * inverse[i]);
+// tanh(x) and its slope, 1 - tanh(x)², whose relative error stays that small where tanh is almost 1.
+struct TanhAndSlope {
+  float tanh, slope;
+
+  FFPA_DEVICE static TanhAndSlope of_small(float x) {
+    const float tanh = small_tanh(x);
+    return {tanh, 1 - tanh * tanh};
   }
+  FFPA_DEVICE static TanhAndSlope of(float x, float rest) {
+    const TanhAndSlope small = of_small(x), large = {std::copysign(1 - 2 * rest, x), 4 * rest * (1 - rest)};
+    return is_small(x) ? small : large;
+  }
+};
+
+// Says whether none of a warp's scores / softcap is large, which are products · factor. So it is almost always, as
+// softcaps are far beyond most scores: then all are without the exponential form, whose two special functions take
+// longer than all else; results have the same bits. NaN counts as either. All lanes get the same answer.
+template <int kM, int kN>
+FFPA_DEVICE bool are_small(const float (&products)[kM][kN][4], float factor = 1) {
+  float most = 0;
+  FFPA_UNROLL
+  for (int i = 0; i < kM * kN * 4; ++i) most = larger_of(most, std::fabs(products[i / (kN * 4)][i / 4 % kN][i % 4]));
+  return ptx::vote_all(is_small(most * factor));
 }
 
-// Calls function(score, row, key) for every score of the thread.
-template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Function>
-FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], int row, int key, int lane, Function function) {
+// Calls function(score) for every score of the thread.
+template <int kM, int kN, class Function>
+FFPA_DEVICE void for_each_score(float (&scores)[kM][kN][4], const Function& function) {
   FFPA_UNROLL
-  for (int m = 0; m < kM; ++m) {
-    FFPA_UNROLL
-    for (int n = 0; n < kN; ++n) {
-      FFPA_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        function(scores[m][n][e], row + m * 16 + tile::c_coordinate(lane, e).row,
-                 key + Fragments::first_column(lane) + Fragments::column_of(n) + e % 2);
-      }
-    }
-  }
+  for (int i = 0; i < kM * kN * 4; ++i) function(scores[i / (kN * 4)][i / 4 % kN][i % 4]);
 }
 
 // Adds a mask to a score; -inf hides the pair whatever its score is. With `kApart` the sum stays in its own branch, as
@@ -74,10 +85,19 @@ FFPA_DEVICE float add_mask(float score, float mask) {
   return (kApart ? ptx::mul_rn(score, 1.0f) : score) + mask;
 }
 
-template <class Fragments, bool kApart, int kM, int kN, class Block>
+// Adds the mask, if there is one; `ahead` may have what it needs of it for this step of a tile.
+template <class Fragments, Rules kRules, bool kApart, int kM, int kN, class Block, class Ahead = NoMaskAhead>
 FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block, int row,
-                             int key, int lane) {
+                             int key, int lane, const Ahead& ahead = {}, int step = 0) {
   const MaskView& mask = params.mask;
+  if constexpr (kRules == Rules::kWithoutMasks) return;
+  if (mask.kind == MaskKind::kNone || ahead.add_to(scores, step)) return;
+  if constexpr (kRules == Rules::kFast && std::is_same_v<Ahead, NoMaskAhead>) {
+    if (has_mask_pairs(mask) && key + kN * tile::kMmaN <= block.n_k()) {
+      add_mask_pairs<Fragments>(scores, mask, block, row, key, lane);
+      return;
+    }
+  }
   const uint8_t* of_entry = mask.data + block.batch() * mask.batch_stride;
   const int n_q = block.n_q(), n_k = block.n_k();
   // The loops go row by row, with the mask kinds inside: more elements at once would take the registers that O needs.
@@ -140,27 +160,36 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
 }
 
 // Says whether products need no more than a positive factor to be scores, hidden ones aside, whatever the tile.
-FFPA_DEVICE bool are_raw(const AttentionParams& params) { return !params.has_rules() && params.score_factor > 0; }
-// Says the same of one tile; none of its products are hidden where `all_seen`.
-FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) { return are_raw(params) && all_seen; }
+FFPA_DEVICE bool are_raw(const AttentionParams& params) {
+  return !(params.softcap > 0) && params.mask.kind <= MaskKind::kBool && params.score_factor > 0;
+}
+// Says the same of one tile, and that none of its products are hidden, if all rows see its keys where `all_seen`.
+FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) {
+  return are_raw(params) && params.mask.kind == MaskKind::kNone && all_seen;
+}
 
-// Turns products into scores. With `all_seen`, every row sees every key of the tile. With `kMasks` there may be a mask;
-// reading it takes registers. `scale` turns the given products into those of Q and K.
-template <class Fragments = tile::AdjacentFragments, bool kMasks = true, bool kApart = false, int kM, int kN,
-          class Block>
-FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
-                                    bool all_seen, int row, int key, int lane, float scale = 1) {
+// Turns products into scores before masks. `scale` turns the given products into those of Q and K.
+template <Rules kRules, int kM, int kN>
+FFPA_DEVICE void scale_and_cap(float (&scores)[kM][kN][4], const AttentionParams& params, float scale = 1) {
   if (params.softcap > 0) {
-    for_each_score<Fragments>(scores, row, key, lane, [&](float& score, int, int) {
-      score = params.softcap * tanh_of(ptx::mul_rn(score, params.score_factor * scale));
-    });
+    const float factor = params.score_factor * scale;
+    if (kRules != Rules::kInFewRegisters && are_small(scores, factor)) {
+      for_each_score(scores, [&](float& x) { x = params.softcap * small_tanh(ptx::mul_rn(x, factor)); });
+    } else {
+      for_each_score(scores, [&](float& x) { x = params.softcap * tanh_of(ptx::mul_rn(x, factor)); });
+    }
   } else {
-    for_each_score<Fragments>(scores, row, key, lane,
-                              [&](float& score, int, int) { score = ptx::mul_rn(score, params.scale * scale); });
+    for_each_score(scores, [&](float& score) { score = ptx::mul_rn(score, params.scale * scale); });
   }
-  if (kMasks && params.mask.kind != MaskKind::kNone)
-    mask_scores<Fragments, kApart>(scores, params, block, row, key, lane);
-  if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
+}
+
+// Turns products into scores. With `all_seen`, every row sees every key of the tile.
+template <int kM, int kN, class Block>
+FFPA_DEVICE void products_to_scores(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
+                                    bool all_seen, int row, int key, int lane) {
+  scale_and_cap<Rules::kInFewRegisters>(scores, params);
+  mask_scores<tile::AdjacentFragments, Rules::kInFewRegisters, false>(scores, params, block, row, key, lane);
+  if (!all_seen) hide_unseen(scores, block, row, key, lane);
 }
 
 }  // namespace ffpa

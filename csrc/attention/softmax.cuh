@@ -69,16 +69,19 @@ FFPA_DEVICE float score_of_logit(const AttentionParams& params, float logit) {
 }
 
 // Turns products that are not plain into what slopes_of(params) are for.
-template <class Fragments = tile::AdjacentFragments, int kM, int kN, class Block>
+template <Rules kRules, class Fragments = tile::AdjacentFragments, int kM, int kN, class Block,
+          class Ahead = NoMaskAhead>
 FFPA_DEVICE void apply_rules(float (&scores)[kM][kN][4], const AttentionParams& params, const Block& block,
-                             bool all_seen, int row, int key, int lane) {
-  if (are_raw(params)) {
+                             bool all_seen, int row, int key, int lane, const Ahead& ahead = {}, int step = 0) {
+  if (are_raw(params) && params.mask.kind == MaskKind::kNone) {  // a way of its own: edges of windows take it
     hide_unseen<Fragments>(scores, block, row, key, lane);
     return;
   }
-  products_to_scores<Fragments, true, true>(scores, params, block, all_seen, row, key, lane);
+  if (!are_raw(params)) scale_and_cap<kRules>(scores, params);
+  mask_scores<Fragments, kRules, true>(scores, params, block, row, key, lane, ahead, step);
+  if (!all_seen) hide_unseen<Fragments>(scores, block, row, key, lane);
   if (!params.has_wide_mask()) return;
-  for_each_score<Fragments>(scores, row, key, lane, [](float& score, int, int) { score = in_base_2(score); });
+  for_each_score(scores, [](float& score) { score = in_base_2(score); });
 }
 
 // ---- the state ----
@@ -173,15 +176,15 @@ FFPA_DEVICE void for_each_of_row(float (&scores)[kSteps][1][kN][4], int h, const
 
 // Turns raw products into P for the rows from `row` of the tile on; says whether O so far has another reference. With
 // `kWhole` references are integers.
-template <bool kWhole = true, int kSteps, int kN, class Kept>
+template <Rules kRules, bool kWhole = true, int kSteps, int kN, class Kept, class Ahead = NoMaskAhead>
 FFPA_DEVICE bool to_probabilities(float (&scores)[kSteps][1][kN][4], const AttentionParams& params, const Kept& kept,
-                                  int key, int row, RowState& state, int lane) {
+                                  int key, int row, RowState& state, int lane, const Ahead& ahead = {}) {
   const SharedRowTile rows = kept.get();
   const bool all_seen = all_rows_see(rows, key, kSteps * kN * 8);
   if (!are_plain(params, all_seen)) {
     FFPA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      apply_rules(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane);
+      apply_rules<kRules>(scores[step], params, rows, all_seen, row, key + step * kN * 8, lane, ahead, step);
     }
   }
   const Slopes slopes = slopes_of(params);
@@ -216,12 +219,11 @@ FFPA_DEVICE void to_probabilities_of_8_bits(float (&scores)[kSteps][1][kN][4], c
   for (int step = 0; step < kSteps; ++step) {
     const int first_key = key + step * kN * 8;
     const auto multiply_by = [&](float x) {
-      for_each_score(scores[step], row, first_key, lane,
-                     [&](float& score, int, int) { score = ptx::mul_rn(score, x); });
+      for_each_score(scores[step], [&](float& score) { score = ptx::mul_rn(score, x); });
     };
     if (params.softcap > 0) {
-      products_to_scores<tile::AdjacentFragments, false>(scores[step], params, rows, all_seen, row, first_key, lane,
-                                                         scale);
+      scale_and_cap<Rules::kFast>(scores[step], params, scale);
+      if (!all_seen) hide_unseen(scores[step], rows, row, first_key, lane);
       multiply_by(kLog2e);
     } else {
       multiply_by(factor);

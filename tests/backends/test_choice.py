@@ -215,6 +215,12 @@ class TestSmallHeadDims:
             ({"arch": "sm_80", "d_qk": 256, "d_v": 256, "heads_kv": 4}, "sdpa"),
             ({"direction": "backward"}, "triton"),
             ({"direction": "backward", "d_qk": 136}, "hopper"),
+            ({"direction": "backward", "mask": "bool", "n_k": 1024}, "hopper"),
+            ({"direction": "backward", "softcap": 30.0, "n_k": 1024}, "hopper"),
+            ({"direction": "backward", "softcap": 30.0, "n_k": 1023}, "triton"),
+            ({"direction": "backward", "softcap": 30.0, "n_k": 1024, "packed": (2000, 2000)}, "triton"),
+            ({"direction": "backward", "mask": "additive", "softcap": 30.0, "n_k": 1024}, "triton"),
+            ({"direction": "backward", "mask": "bool", "n_k": 1024, "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch
             ({"direction": "backward", "n_k": 128, "n_q": 128, "d_qk": 512}, "mma"),
             ({"direction": "backward", "n_k": 129, "n_q": 128, "d_qk": 512}, "hopper"),

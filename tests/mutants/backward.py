@@ -56,12 +56,12 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",
-        ("backward pairs: dS without the derivative of the cap", "(of_pair[0] * kSlopes<Element>, of_pair[1] * kSlopes<Element>)", "(kSlopes<Element>, kSlopes<Element>)"),
+        ("backward pairs: dS without the derivative of the cap", "(low.slope * kSlopes<Element>, high.slope * kSlopes<Element>)", "(kSlopes<Element>, kSlopes<Element>)"),
         only="hopper and not cuda and gradients and softcap",
     ),
     *backward(
         "csrc/attention/backward/wgmma_scores.cuh",
-        ("backward scores: the slopes of a cap come before P is stored", "        store(arguments_.p, box, p_of_box);\n        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes, all_count);", "        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes, all_count);\n        store(arguments_.p, box, p_of_box);"),
+        ("backward scores: the slopes of a cap come before P is stored", "      FFPA_UNROLL\n      for (int i = 0; i < kPartPairs; ++i) numbers[i] = float_from_bits(p[i]);\n      if (attention_.softcap > 0) apply_slopes<Element>(p, slopes, all_count);\n", "      if (attention_.softcap > 0) apply_slopes<Element>(p, slopes, all_count);\n      FFPA_UNROLL\n      for (int i = 0; i < kPartPairs; ++i) numbers[i] = float_from_bits(p[i]);\n"),
         only="hopper and not cuda and gradients and softcap",
     ),
     *backward(
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     *backward(
         "csrc/attention/backward/pairs.cuh",
-        ("backward pairs: hidden pairs of linear exponents count", "  hide_unseen<Fragments>(scores, rows, row, key, lane);\n  hide_blind", "  hide_blind"),
+        ("backward pairs: hidden pairs of linear exponents count", "  hide_unseen<Fragments>(exponents, rows, row, key, lane);\n", ""),
     ),
     *backward(
         "csrc/attention/backward/kept_gradient_tile.cuh",

@@ -251,9 +251,9 @@ MUTANTS = [
         ("row state: a move that nobody notes", "return before != -kInfinity && reference[h] != before;", "return false;"),
         ("row state: a row without keys refers to -inf", "return reference == -kInfinity ? 0.0f : reference;", "return reference;"),
         ("row state: references never move", "if (lags(h, maximum, lazy_growth))", "if (before == -kInfinity && maximum > before)"),
-        ("softmax: products are taken for scores", "  if (are_raw(params)) {\n    hide", "  if (true) {\n    hide"),
+        ("softmax: products are taken for scores", "  if (!are_raw(params)) scale", "  if (false) scale"),
         ("softmax: maxima of a thread's keys", "return tile::largest_of_lanes(largest);", "return largest;"),
-        ("softmax: keys of the first step again", "row, key + step * kN * 8, lane);", "row, key, lane);"),
+        ("softmax: keys of the first step again", "row, key + step * kN * 8, lane, ahead", "row, key, lane, ahead"),
     ),
     *two_phase(
         "csrc/attention/rows/row_tile.cuh",

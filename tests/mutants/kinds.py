@@ -51,6 +51,11 @@ def gradients(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     )
 
 
+def score_rules(file: str, *edits: tuple[str, str, str], only: str = "") -> list[Mutant]:
+    """Returns mutants of the faster ways for masks and softcaps."""
+    return edits_in(file, f"tests/backends/test_score_rules.py -k 'not cuda{only}'", *edits)
+
+
 def pair(file: str, *edits: tuple[str, str, str]) -> list[Mutant]:
     tests = "tests/backends/test_fused.py -k '(d384 or one_block) and not d384v and not cuda and not large'"
     return edits_in(file, tests, *edits, ENABLE_FFPA_DEBUG="1")

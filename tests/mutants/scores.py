@@ -1,6 +1,6 @@
 """These mutants change how scores of any size are treated, forward and backward."""
 
-from .kinds import any_rounding, edits_in, gradients, large_scores
+from .kinds import any_rounding, edits_in, gradients, large_scores, score_rules
 
 MUTANTS = [
     *edits_in(
@@ -15,6 +15,34 @@ MUTANTS = [
         ("triton: far rows gone over once", "tl.max(far.to(tl.int32), 0) > 0", "tl.max(far.to(tl.int32), 0) > 1"),
         ("triton: a first tile far below", "-FAR if FAST else -INF", "-INF"),
         ("triton: the base changed before the difference", "p = tl.exp2((s - reference[:, None]) * unit)", "p = tl.exp2(s * unit - (reference * unit)[:, None])"),
+    ),
+    *score_rules(
+        "csrc/attention/mask_pairs.cuh",
+        ("pairs: rows that begin at odd places", " && places % (2 * size) == 0", ""),
+        ("pairs: every second key", "mask.key_stride == size && ", ""),
+        ("pairs: the first key of two for both", "if ((word & 0xff00) == 0)", "if ((word & 0x00ff) == 0)"),
+        ("pairs: -inf is added", "number = mask == -kInfinity ? mask : ", "number = "),
+        ("pairs: halves are bfloat16", "} else if (kind_ == MaskKind::kHalf) {", "} else if (false) {"),
+        ("pairs: the first of two rows for both", "words[i] = ptx::ld_global_4(rows[i % 2]", "words[i] = ptx::ld_global_4(rows[0]"),
+        ("pairs: the first head for all", "at.head * mask.head_stride", "0 * mask.head_stride"),
+        ("pairs: tiles ahead have the first tile's", "rows_[0] + keys, rows_[1] + keys", "rows_[0], rows_[1]"),
+        ("pairs: keys past the end ahead", "is_there_ = key + kSteps * kN * tile::kMmaN <= keys_;", "is_there_ = key < keys_;"),
+        only=" and masks",
+    ),
+    *score_rules(
+        "csrc/attention/score_rules.cuh",
+        ("pairs: keys past the end", " && key + kN * tile::kMmaN <= block.n_k()", ""),
+        only=" and masks",
+    ),
+    *score_rules(
+        "csrc/attention/backward/wgmma_scores.cuh",
+        ("backward scores: words of keys past the end", "mask_has_words && tile.first_key() + kKeyTile <= tile.n_k()", "mask_has_words"),
+        ("backward scores: words of the box before", "words[(box + 1) % 2], fragment + kBoxFragments", "words[(box + 1) % 2], fragment"),
+        ("backward scores: large scores are small", "few_rules && are_small(pairs_of<kKeyTile / 8>(sums, 0), attention_.score_factor)", "few_rules"),
+    ),
+    *score_rules(
+        "csrc/tile/register_parts.cuh",
+        ("parts of registers: all are the first", "if (part * kPart == kFirst)", "if (part * kPart >= kFirst)"),
     ),
     *edits_in(
         "triton_ops/backward_kernels.py",
@@ -50,7 +78,7 @@ MUTANTS = [
         "csrc/attention/backward/pairs.cuh",
         ("backward pairs: scores that are the largest, but for rounding, are not", "x > least_own ? 0.0f : x - reference", "x - reference"),
         ("backward pairs: slopes of halves lose digits", "0x1p15f", "1"),
-        ("backward pairs: far rows are linear", "return none_far && ", "return "),
+        ("backward pairs: far rows are linear", "return none_far(lse2) && ", "return "),
         ("backward pairs: far rows by their LSE", "far ? shares[h].share : lse2[h]", "far ? 0.0f : lse2[h]"),
     ),
     *gradients(
@@ -62,7 +90,7 @@ MUTANTS = [
     ),
     *gradients(
         "csrc/attention/score_rules.cuh",
-        ("rules: a slope is what tanh leaves", "slopes[i] = 4 * inverse[i] * (1 - inverse[i]);", "slopes[i] = 1 - tanh_of(x[i]) * tanh_of(x[i]);"),
+        ("rules: a slope is what tanh leaves", "4 * rest * (1 - rest)};", "1 - (1 - 2 * rest) * (1 - 2 * rest)};"),
     ),
     *gradients(
         "csrc/attention/params/backward_params.h",

@@ -185,7 +185,7 @@ class BackwardMmaScores {
     for (int m = 0; m < kM; ++m, at += rows_16()) {
       const bool linear = are_linear(attention_, lse2[m]), all_see = all_seen && none_blind(lse2[m]);
       const int row = tile.rows.first + core_.warp_row() + m * 16;
-      Packed p, slopes;
+      Packed p, slopes = {};
       FFPA_UNROLL
       for (int group = 0; group < kGroups; ++group) {
         float scores[1][kGroup][4];
@@ -193,8 +193,8 @@ class BackwardMmaScores {
         for (int n = 0; n < kGroup; ++n) sums[m][group * kGroup + n].get(scores[0][n]);
         const int key = tile.first_key + core_.warp_column() + Fragments::column_of(group * kGroup);
         if (linear) {
-          linear_exponents<Element, Fragments>(scores, attention_.score_factor, tile.rows, all_see, row, key, lse2[m],
-                                               core_.lane());
+          linear_exponents<Element>(scores, attention_.score_factor, lse2[m]);
+          if (!all_see) hide_pairs<Fragments>(scores, tile.rows, row, key, lse2[m], core_.lane());
         } else {
           exponents_by_rules<Element, Fragments>(
               scores, attention_, tile.rows, all_see, row, key, lse2[m], core_.lane(), slopes[group],

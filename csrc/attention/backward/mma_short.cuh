@@ -278,11 +278,11 @@ class BackwardMmaShort : ShortRows<Config> {
     FFPA_UNROLL
     for (int group = 0; group < kFragments / kGroup; ++group) {
       float scores[1][kGroup][4];
-      Packed p, slopes;
+      Packed p, slopes = {};
       get(scores, sums, group);
       const int row = rows.first + warp_row_, key = part_ * 64 + group * kGroup * 8;
       if (numbers.all_count) {  // there are no registers for linear exponents of other tiles
-        linear_exponents<Element>(scores, attention_.score_factor, rows, true, row, key, lse2, lane_);
+        linear_exponents<Element>(scores, attention_.score_factor, lse2);
       } else {
         exponents_by_rules<Element>(scores, attention_, rows, all_seen && none_blind(lse2), row, key, lse2, lane_,
                                     slopes, get_shares);

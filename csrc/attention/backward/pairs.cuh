@@ -58,11 +58,13 @@ FFPA_DEVICE void load_shares(const BackwardParams& params, const Block& rows, in
   });
 }
 
+// Says whether no row is far. All lanes get the same answer.
+FFPA_DEVICE bool none_far(const float (&lse2)[2]) { return !ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1])); }
+
 // Says whether raw products become exponents of P by one fused multiply-add, hidden pairs aside: nothing else happens
 // to scores, and no row is far. All lanes get the same answer.
 FFPA_DEVICE bool are_linear(const AttentionParams& attention, const float (&lse2)[2]) {
-  const bool none_far = !ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
-  return none_far && !attention.has_rules();
+  return none_far(lse2) && !attention.has_rules();
 }
 
 // Says whether no row is blind: none lacks its keys, and each exists. All lanes get the same answer.
@@ -74,58 +76,78 @@ FFPA_DEVICE bool none_blind(const float (&lse2)[2]) {
 template <class Element>
 inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
-// Makes P of blind rows 0, whose exponents may be NaN.
-template <int kN>
-FFPA_DEVICE void hide_blind(float (&exponents)[1][kN][4], const float (&lse2)[2]) {
+// Turns raw products into linear exponents of P, in place, but for hidden pairs.
+template <class Element, int kN>
+FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
+  FFPA_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    FFPA_UNROLL
+    for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
+  }
+}
+
+// Does the same where there is a softcap and all are small; and writes its slopes to `slopes`. The bits are those of
+// exponents_by_rules().
+template <class Element, int kN>
+FFPA_DEVICE void capped_exponents(float (&scores)[1][kN][4], const AttentionParams& attention, const float (&lse2)[2],
+                                  uint32_t* slopes) {
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 2; ++i) {
+    float slopes_of_pair[2];
+    FFPA_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      float& score = scores[0][i / 2][i % 2 * 2 + e];
+      const TanhAndSlope of_score = TanhAndSlope::of_small(ptx::mul_rn(score, attention.score_factor));
+      score = of_score.tanh * attention.softcap * kLog2e - (lse2[i % 2] - kExponentOfP<Element>);
+      slopes_of_pair[e] = of_score.slope * kSlopes<Element>;
+    }
+    slopes[i] = ptx::pack<Element>(slopes_of_pair[0], slopes_of_pair[1]);
+  }
+}
+
+// Makes P of unseen pairs 0, and that of blind rows, whose exponents may be NaN.
+template <class Fragments = tile::AdjacentFragments, class Block, int kN>
+FFPA_DEVICE void hide_pairs(float (&exponents)[1][kN][4], const Block& rows, int row, int key, const float (&lse2)[2],
+                            int lane) {
+  hide_unseen<Fragments>(exponents, rows, row, key, lane);
   FFPA_UNROLL
   for (int i = 0; i < kN * 4; ++i) {
     if (lse2[i / 2 % 2] == kInfinity) exponents[0][i / 4][i % 4] = -kInfinity;
   }
 }
 
-// Turns raw products into linear exponents of P, in place. The products are where exponents_by_rules() says. With
-// `all_seen`, all rows see all keys, and none is blind.
-template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN>
-FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const Block& rows, bool all_seen, int row,
-                                  int key, const float (&lse2)[2], int lane) {
-  FFPA_UNROLL
-  for (int n = 0; n < kN; ++n) {
-    FFPA_UNROLL
-    for (int e = 0; e < 4; ++e) scores[0][n][e] = scores[0][n][e] * factor - (lse2[e / 2] - kExponentOfP<Element>);
-  }
-  if (all_seen) return;
-  hide_unseen<Fragments>(scores, rows, row, key, lane);
-  hide_blind(scores, lse2);
-}
-
 // Turns raw products into scores before masks; and, with a softcap, writes its slopes to `slopes`.
 template <class Element, int kN>
 FFPA_DEVICE void cap_products(float (&scores)[1][kN][4], const AttentionParams& attention, uint32_t* slopes) {
-  const float factor = attention.softcap > 0 ? attention.score_factor : attention.scale;
+  const bool has_softcap = attention.softcap > 0;
+  const float factor = has_softcap ? attention.score_factor : attention.scale;
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 4; ++i) scores[0][i / 4][i % 4] = ptx::mul_rn(scores[0][i / 4][i % 4], factor);
+  if (!has_softcap) return;
+  float rests[kN * 4];  // all wait for the same instructions together
+  FFPA_UNROLL
+  for (int i = 0; i < kN * 4; ++i) rests[i] = rest_of_tanh(scores[0][i / 4][i % 4]);
   FFPA_UNROLL
   for (int i = 0; i < kN * 2; ++i) {
     float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[0][i / 2][i % 2 * 2]);
-    FFPA_UNROLL
-    for (float& x : pair) x = ptx::mul_rn(x, factor);
-    if (!(attention.softcap > 0)) continue;
-    float of_pair[2];
-    tanh_and_slopes(pair, of_pair);
-    FFPA_UNROLL
-    for (float& x : pair) x *= attention.softcap;
-    slopes[i] = ptx::pack<Element>(of_pair[0] * kSlopes<Element>, of_pair[1] * kSlopes<Element>);
+    const TanhAndSlope low = TanhAndSlope::of(pair[0], rests[2 * i]),
+                       high = TanhAndSlope::of(pair[1], rests[2 * i + 1]);
+    pair[0] = low.tanh * attention.softcap;
+    pair[1] = high.tanh * attention.softcap;
+    slopes[i] = ptx::pack<Element>(low.slope * kSlopes<Element>, high.slope * kSlopes<Element>);
   }
 }
 
 // Turns raw products into exponents of P by all rules, in place; and, with a softcap, writes its slopes to `slopes`.
-// The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. All packed
-// values are [fragment][half of rows], a pair of keys each. get_shares(shares) gives those of far rows.
+// The products are of 16 rows and kN fragments of keys; `row` and `key` are where the first of them lie. With
+// `all_seen`, all rows see all keys, and none is blind. All packed values are [fragment][half of rows], a pair of keys
+// each. get_shares(shares) gives those of far rows.
 template <class Element, class Fragments = tile::AdjacentFragments, class Block, int kN, class GetShares>
 FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const AttentionParams& attention, const Block& rows,
                                     bool all_seen, int row, int key, const float (&lse2)[2], int lane, uint32_t* slopes,
                                     const GetShares& get_shares) {
   cap_products<Element>(scores, attention, slopes);
-  if (attention.mask.kind != MaskKind::kNone) mask_scores<Fragments, false>(scores, attention, rows, row, key, lane);
-  if (!all_seen) hide_unseen<Fragments>(scores, rows, row, key, lane);
+  mask_scores<Fragments, Rules::kInFewRegisters, false>(scores, attention, rows, row, key, lane);
   const bool any_far = ptx::vote_any(is_far(lse2[0]) || is_far(lse2[1]));
   RowShare shares[2];
   if (any_far) get_shares(shares);
@@ -142,7 +164,7 @@ FFPA_DEVICE void exponents_by_rules(float (&scores)[1][kN][4], const AttentionPa
       x = x * kLog2e - rest;
     }
   }
-  if (!all_seen) hide_blind(scores, lse2);
+  if (!all_seen) hide_pairs<Fragments>(scores, rows, row, key, lse2, lane);
 }
 
 // Computes P of pairs, packed, from its exponents.

@@ -16,6 +16,7 @@
 #include "attention/backward/pairs.cuh"
 #include "attention/backward/score_tiles.cuh"
 #include "attention/backward/tile_queue.cuh"
+#include "attention/mask_pairs.cuh"
 #include "attention/params/backward_params.h"
 #include "attention/rows/row_tile.cuh"
 #include "attention/tensor_maps.cuh"
@@ -24,6 +25,7 @@
 #include "ptx/instructions.cuh"
 #include "ptx/launch_types.h"
 #include "tile/box_ring.cuh"
+#include "tile/register_parts.cuh"
 
 namespace ffpa {
 
@@ -105,10 +107,12 @@ class BackwardWgmmaScores {
   using Arguments = typename Config::Arguments;
 
   static constexpr int kBoxFragments = tile::kBox / 8;  // fragments of a row in one box
-  static constexpr int kPartFragments = 4;              // fragments at a time, as registers are scarce
+  static constexpr int kPartFragments = 4;              // fragments that rules are applied to at a time
+  static constexpr int kPartPairs = 2 * kPartFragments;
   static constexpr int kBoxes = kKeyTile / tile::kBox;
   using Sums = float[1][kKeyTile / 2];
-  using Packed = uint32_t[kKeyTile / 4];  // [fragment][half of rows], a pair of keys each
+  using Packed = uint32_t[kKeyTile / 4];      // [fragment][half of rows], a pair of keys each
+  using Words = uint32_t[2 * kBoxFragments];  // of a mask, in the same order
 
  public:
   FFPA_DEVICE explicit BackwardWgmmaScores(const Arguments& arguments)
@@ -187,6 +191,7 @@ class BackwardWgmmaScores {
     tile::BoxConsumer<Ring> consumer(ring_, group, lane_);
     const int warp = group * tile::kGroupWarps + group_warp, row = warp * 16;  // first row of the warp in a tile
     typename Config::Stores stores(ring_.slots_smem + Ring::kBytes + warp * Config::Stores::kBytes, lane_);
+    const bool mask_has_words = has_mask_pairs(attention_.mask);
     FFPA_NO_UNROLL
     for (;; queue_.release(lane_)) {
       const KeptScoreTile tile = queue_.get();
@@ -207,31 +212,56 @@ class BackwardWgmmaScores {
       float lse2[2], delta[2];
       load_statistics(params_, tile, tile.first_row() + row, lane_, lse2, delta);
 
+      const bool has_words = mask_has_words && tile.first_key() + kKeyTile <= tile.n_k();
+      const MaskPairs<> mask(attention_.mask, tile, tile.first_row() + row, tile.first_key(), lane_);
+      Words words[2] = {};  // of a box, and of the next
+      if (has_words) mask.load(words[0], 0);
       Sums sums;
       Packed p;
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, qk_steps());
-      const bool linear = are_linear(attention_, lse2), all_seen = tile.all_seen() && none_blind(lse2);
+      const bool all_seen = tile.all_seen() && none_blind(lse2);
       const bool all_count = all_seen && attention_.mask.kind == MaskKind::kNone;
-      FFPA_UNROLL
-      for (int box = 0; box < kBoxes; ++box) {
-        const int fragment = box * kBoxFragments;
-        tile::PackedRows slopes;
-        if (linear) {
-          linear_exponents<Element>(pairs_of<kBoxFragments>(sums, fragment), attention_.score_factor, tile, all_seen,
-                                    tile.first_row() + row, tile.first_key() + fragment * 8, lse2, lane_);
-        } else {
-          FFPA_UNROLL
-          for (int part = 0; part < kBoxFragments; part += kPartFragments) {
-            exponents_by_rules<Element>(
-                pairs_of<kPartFragments>(sums, fragment + part), attention_, tile, all_seen, tile.first_row() + row,
-                tile.first_key() + (fragment + part) * 8, lse2, lane_, slopes + part * 2,
-                [&](RowShare(&shares)[2]) { load_shares(params_, tile, tile.first_row() + row, lane_, shares); });
+      const bool capped = attention_.softcap > 0, few_rules = rules_are_few(lse2, has_words);
+      // Each path has its own copy of this, as what a path jumps over costs time.
+      const auto finish_p_of_boxes = [&](const auto& to_exponents) {
+        FFPA_UNROLL
+        for (int box = 0; box < kBoxes; ++box) {
+          const int fragment = box * kBoxFragments;
+          auto& exponents = pairs_of<kBoxFragments>(sums, fragment);
+          tile::PackedRows slopes = {};
+          if (has_words && box + 1 < kBoxes) mask.load(words[(box + 1) % 2], fragment + kBoxFragments);
+          to_exponents(exponents, slopes);
+          if (has_words) mask.add_to(exponents, words[box % 2], kLog2e);
+          if (!all_seen) {
+            hide_pairs(exponents, tile, tile.first_row() + row, tile.first_key() + fragment * 8, lse2, lane_);
           }
+          tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
+          finish_p<Element>(exponents, p_of_box);
+          store(arguments_.p, box, p_of_box);
+          if (capped) apply_slopes<Element>(p_of_box, slopes, all_count);
         }
-        tile::PackedRows& p_of_box = reinterpret_cast<tile::PackedRows&>(p[fragment * 2]);
-        finish_p<Element>(pairs_of<kBoxFragments>(sums, fragment), p_of_box);
-        store(arguments_.p, box, p_of_box);
-        if (attention_.softcap > 0) apply_slopes<Element>(p_of_box, slopes, all_count);
+      };
+      if (few_rules && !capped) {
+        finish_p_of_boxes([&](auto& exponents, tile::PackedRows&) {
+          linear_exponents<Element>(exponents, attention_.score_factor, lse2);
+        });
+      } else if (few_rules && are_small(pairs_of<kKeyTile / 8>(sums, 0), attention_.score_factor)) {
+        finish_p_of_boxes([&](auto& exponents, tile::PackedRows& slopes) {
+          capped_exponents<Element>(exponents, attention_, lse2, slopes);
+        });
+      } else {
+        finish_p_by_rules(tile, row, all_seen, all_count, lse2, sums);
+        FFPA_UNROLL
+        for (int box = 0; box < kBoxes; ++box) {
+          tile::PackedRows p_of_box;
+          FFPA_UNROLL
+          for (int i = 0; i < 4 * kBoxFragments; ++i) {
+            const uint32_t packed = ptx::moved_bits(sums[0][box * 4 * kBoxFragments + i]);
+            const int at = i / (4 * kPartFragments) * kPartPairs + i % kPartPairs;
+            (i / kPartPairs % 2 == 0 ? p_of_box[at] : p[box * 2 * kBoxFragments + at]) = packed;
+          }
+          store(arguments_.p, box, p_of_box);
+        }
       }
       consumer.template multiply<Element, kKeyTile, tile::Major::kK, tile::Major::kK>(sums, v_steps());
       FFPA_UNROLL
@@ -243,6 +273,33 @@ class BackwardWgmmaScores {
       }
     }
     stores.wait();
+  }
+
+  // Says whether no row is far, and the mask, if there is one, comes in words; beside a softcap it only hides pairs.
+  FFPA_DEVICE bool rules_are_few(const float (&lse2)[2], bool has_words) const {
+    const MaskKind kind = attention_.mask.kind;
+    const bool hides = kind == MaskKind::kBool || !(attention_.softcap > 0);
+    return none_far(lse2) && (kind == MaskKind::kNone || (has_words && hides));
+  }
+
+  // Turns raw products into P by all rules, packed. For each part of the fragments, P lies in the first half of the
+  // part's registers, and P times its slopes in the second: what dS is a multiple of.
+  FFPA_DEVICE void finish_p_by_rules(const KeptScoreTile& tile, int row, bool all_seen, bool all_count,
+                                     const float (&lse2)[2], Sums& sums) const {
+    tile::for_parts<4 * kPartFragments>(sums[0], [&](int part, float (&numbers)[4 * kPartFragments]) {
+      uint32_t p[kPartPairs], slopes[kPartPairs] = {};
+      auto& scores = reinterpret_cast<float (&)[1][kPartFragments][4]>(numbers);
+      exponents_by_rules<Element>(
+          scores, attention_, tile, all_seen, tile.first_row() + row, tile.first_key() + part * kPartFragments * 8,
+          lse2, lane_, slopes,
+          [&](RowShare(&shares)[2]) { load_shares(params_, tile, tile.first_row() + row, lane_, shares); });
+      finish_p<Element>(scores, p);
+      FFPA_UNROLL
+      for (int i = 0; i < kPartPairs; ++i) numbers[i] = float_from_bits(p[i]);
+      if (attention_.softcap > 0) apply_slopes<Element>(p, slopes, all_count);
+      FFPA_UNROLL
+      for (int i = 0; i < kPartPairs; ++i) numbers[kPartPairs + i] = float_from_bits(p[i]);
+    });
   }
 
   // Returns kCount fragments of the sums, from `fragment` on.

@@ -219,7 +219,7 @@ class ForwardMmaKeys {
     compute_scores(scores[0]);
     const float before[2] = {state_.reference[0], state_.reference[1]};
     const int key = tile * kKeys + warp_ * kWarpKeys;
-    const bool moved = to_probabilities<false>(scores, params_, rows_, key, 0, state_, lane_);
+    const bool moved = to_probabilities<Rules::kInFewRegisters, false>(scores, params_, rows_, key, 0, state_, lane_);
     if (ptx::vote_any(moved)) {
       const float factors[2] = {growth(before[0], state_.reference[0]), growth(before[1], state_.reference[1])};
       FFPA_UNROLL

@@ -239,7 +239,7 @@ void forward_mma_rows(FFPA_GRID_CONSTANT const typename Config::Arguments argume
     if (!Config::kRules) {
       if (!all_seen) hide_unseen(s, kept.get(), warp_row, first_key, lane);
     } else if (!are_plain(params, all_seen)) {
-      apply_rules(s, params, kept.get(), all_seen, warp_row, first_key, lane);
+      apply_rules<kRulesOf<Config::kPaged>>(s, params, kept.get(), all_seen, warp_row, first_key, lane);
     }
 
     float maxima[kM][2];

@@ -93,7 +93,7 @@ class ForwardMmaShort {
     {
       Scores scores;
       find_scores(scores);
-      to_probabilities<false>(scores, params_, rows_, 0, warp_row_, state, lane_);
+      to_probabilities<Rules::kInFewRegisters, false>(scores, params_, rows_, 0, warp_row_, state, lane_);
       pack_probabilities<Element>(p, scores);
     }
     finish_rows(params_, rows_, warp_row_, state, lane_);

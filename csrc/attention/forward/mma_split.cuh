@@ -222,8 +222,9 @@ class ForwardMmaSplit {
     if (are_plain(params_, all_seen)) return;
     FFPA_UNROLL
     for (int m = 0; m < kScoreM; ++m) {  // all at once, or a row tile kept for all, would take more registers
-      apply_rules(reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen,
-                  score_row() + m * 16, key + score_key(), lane_);
+      apply_rules<Config::kPaged ? Rules::kWithoutMasks : Rules::kInFewRegisters>(
+          reinterpret_cast<float (&)[1][kScoreN][4]>(scores[m]), params_, rows_.get(), all_seen, score_row() + m * 16,
+          key + score_key(), lane_);
     }
   }
 

@@ -263,8 +263,9 @@ class ForwardMmaTwoPhase {
     for (int m = 0; m < kM; ++m) {
       FFPA_UNROLL
       for (int first = 0; first < ScoreCore::kN; first += kGroup) {  // all at once would take more registers
-        apply_rules<Fragments>(reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows, all_seen,
-                               first_row() + m * 16, key + scores_.warp_column() + Fragments::column_of(first), lane_);
+        apply_rules<Rules::kInFewRegisters, Fragments>(
+            reinterpret_cast<float (&)[1][kGroup][4]>(sums[m][first]), params_, rows, all_seen, first_row() + m * 16,
+            key + scores_.warp_column() + Fragments::column_of(first), lane_);
       }
     }
   }

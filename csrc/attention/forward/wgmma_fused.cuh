@@ -94,6 +94,9 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
   static constexpr int kSlotsOfKeys = kKeySteps * Config::kParts, kSlotsOfValues = kKeySteps * Config::kValueParts;
   using Scores = ScoreSums<kKeySteps>;
   using Probabilities = PackedProbabilities<kKeySteps>;
+  // Words of masks are loaded while products run where that takes few spills.
+  static constexpr bool kMaskAhead = !Config::kPaged && (Config::kColumns <= 128 || Config::kColumns == 256);
+  using Mask = std::conditional_t<kMaskAhead, MaskAhead<kKeySteps, tile::kBox / 8>, NoMaskAhead>;
   using Out = float[Config::kValueColumns / 2];
   using Producer = tile::BoxProducer<Ring, Config::kProducers>;
 
@@ -168,6 +171,7 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
     const KeptRows kept = kept_rows(Config::kProducers + warp);
     auto items = item_queue();
     uint32_t parity = 0;
+    const bool mask_in_pairs = kMaskAhead && has_mask_pairs(params_.mask);
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
@@ -184,19 +188,24 @@ class ForwardWgmmaFused : WgmmaBlock<Config> {
           if (tiles.first < tiles.end) {
             Scores scores;
             Probabilities p;
+            Mask mask(mask_in_pairs, params_.mask, kept.get(), row, lane_);
             queue_scores(scores, group);
+            mask.load(tiles.first * kKeys);
             ptx::wgmma_wait_group<0>();
             slots_.release(kSlotsOfKeys);
-            to_probabilities(scores, params_, kept, tiles.first * kKeys, row, state, lane_);
+            to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, tiles.first * kKeys, row, state, lane_,
+                                                       mask);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
               queue_scores(scores, group);
               queue_product(out, p, tile > tiles.first + 1);
+              mask.load(tile * kKeys);
               ptx::wgmma_wait_group<1>();
               slots_.release(kSlotsOfKeys);
               const float before[2] = {state.reference[0], state.reference[1]};
-              const bool moved = to_probabilities(scores, params_, kept, tile * kKeys, row, state, lane_);
+              const bool moved = to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, tile * kKeys, row,
+                                                                            state, lane_, mask);
               ptx::wgmma_wait_group<0>();
               slots_.release(kSlotsOfValues);
               if (moved) rescale(out, before, state.reference);

@@ -198,7 +198,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
             if (group == 0) {                                  // nothing comes before the first tile
               begin_scores(scores, group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept, key, row, state, lane_);
+              to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, key, row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
               key += kKeys;
             }
@@ -210,7 +210,7 @@ class ForwardWgmmaLatent : WgmmaBlock<Config> {
               ptx::wgmma_wait_group<1>();  // before the tensor cores have so much to do that the warp waits for them
               end_their_product(group);
               finish_scores(scores, group);
-              to_probabilities(scores, params_, kept, key, row, state, lane_);
+              to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, key, row, state, lane_);
               add_own_product(out, of_out, scores, state, group, row);
             }
             queries().release(lane_);

@@ -106,6 +106,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
   static constexpr int kKeys = Config::kKeys;
   static constexpr int kOwnColumns = Config::kOwnColumns;
   using Scores = ScoreSums<1>;
+  using Mask = std::conditional_t<Config::kPaged, NoMaskAhead, MaskAhead<1, tile::kBox / 8>>;
   using Probabilities = PackedProbabilities<1>;
   using Out = float[kOwnColumns / 2];
   using Producer = tile::BoxProducer<Ring, Config::kProducers>;
@@ -214,6 +215,7 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
     const KeptRows kept = kept_rows(Config::kProducers + at.warp);
     auto items = item_queue();
     uint32_t parity = 0;
+    const bool mask_in_pairs = !Config::kPaged && has_mask_pairs(params_.mask);
     for_each_row_tile(
         params_, arguments_.row_tiles, kept, lane_, [&] { return items.get(lane_); },
         [&] {
@@ -234,10 +236,13 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
             Scores scores;
             Probabilities p;
             float late[2];
+            Mask mask(mask_in_pairs, params_.mask, kept.get(), at.row(), lane_);
             queue_scores(scores);
+            mask.load(first_key(tiles.first, rank_));
             ptx::wgmma_wait_group<0>();
             slots_.release();
-            to_probabilities(scores, params_, kept, first_key(tiles.first, rank_), at.row(), state, lane_);
+            to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, first_key(tiles.first, rank_), at.row(),
+                                                       state, lane_, mask);
             pack_probabilities<Element>(p, scores);
             FFPA_NO_UNROLL
             for (int tile = tiles.first + 1; tile < tiles.end; ++tile) {
@@ -245,9 +250,11 @@ class ForwardWgmmaPair : WgmmaBlock<Config> {
               queue_scores(scores);
               send_probabilities(at, p, state);
               queue_own_product(out, p);
+              mask.load(first_key(tile, rank_));
               ptx::wgmma_wait_group<1>();
               slots_.release();
-              to_probabilities(scores, params_, kept, first_key(tile, rank_), at.row(), state, lane_);
+              to_probabilities<kRulesOf<Config::kPaged>>(scores, params_, kept, first_key(tile, rank_), at.row(), state,
+                                                         lane_, mask);
               ptx::wgmma_wait_group<0>();
               slots_.release(Config::kValueParts);
               meet_references(at, out, of_out, state, late);

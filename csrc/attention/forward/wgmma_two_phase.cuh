@@ -232,8 +232,9 @@ class ForwardWgmmaTwoPhase : WgmmaBlock<Config> {
             for (int tile = 0; tile < chunk.tiles(); ++tile) {
               Scores scores = {};  // without zeros their registers would be taken throughout the other phase
               consumer.template multiply<Element, kKeys, tile::Major::kK, tile::Major::kK>(scores, qk_steps());
-              const bool moved = to_probabilities(reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_,
-                                                  kept, (chunk.first_tile + tile) * kKeys, row, state, lane_);
+              const bool moved = to_probabilities<kRulesOf<Config::kPaged>>(
+                  reinterpret_cast<ScoreSums<Config::kKeyBoxes>&>(scores), params_, kept,
+                  (chunk.first_tile + tile) * kKeys, row, state, lane_);
               if (lane_ % 4 == 0) keep_references(tile, row, state);
               store(stores, scores, tile * kKeys, row);
               moves.add(tile, moved, lane_);

@@ -165,6 +165,7 @@ inline float lg2(float x) { return flush_subnormal(std::log2(flush_subnormal(x))
 inline float rcp(float x) { return flush_subnormal(1.0f / flush_subnormal(x)); }
 // A fma computes it, because no compiler contracts that further.
 inline float mul_rn(float x, float y) { return std::fma(x, y, -0.0f); }
+inline uint32_t moved_bits(float x) { return float_bits(x); }
 
 // ---- memory.cuh ----
 

@@ -142,6 +142,14 @@ FFPA_DEVICE float mul_rn(float x, float y) {
   return product;
 }
 
+// Returns a number's bits, in a register of their own from here on. Without it, ptxas leaves bits that wait in an
+// accumulator's place there until products write to it, and then serialises the products.
+FFPA_DEVICE uint32_t moved_bits(float x) {
+  uint32_t bits;
+  asm volatile("mov.b32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
 // Returns 1 / x, at most 1 ulp off.
 FFPA_DEVICE float rcp(float x) {
   float y;

@@ -105,6 +105,18 @@ def _demand(p: Problem, flags: Flags) -> tuple[str, str] | None:
 
 _MOST_ROWS_OF_SHORT = 128  # rows of a head beyond which others read few keys faster, but for narrow heads
 _TRITON_BACKWARD_COLUMNS = 128  # widest where Triton's backward is the fastest: at 128 it has 469 T, wgmma 334
+_LEAST_KEYS_BESIDE_RULES = (
+    1024  # keys from which on wgmma's narrow backward was measured beside a softcap or a bool mask
+)
+
+
+def _is_backward_for_triton(p: Problem) -> bool:
+    """Says whether Triton's backward is the fastest. A bool mask or a softcap halves its speed; on wgmma a fifth is lost at
+    most (D = 64 and 128, 1,024 and 4,096 keys, H200). Additive masks may have 32 bits, which wgmma reads slowly.
+    """
+    rules = p.mask != "additive" and (p.mask == "bool" or p.softcap > 0)
+    many_keys = p.n_k >= _LEAST_KEYS_BESIDE_RULES and not p.packed
+    return max(p.d_qk, p.d_v) <= _TRITON_BACKWARD_COLUMNS and not (p.arch == "sm_90" and rules and many_keys)
 
 
 def _is_soon_done(p: Problem, of_mma: Plan | str) -> bool:
@@ -185,7 +197,7 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     elif p.pages:
         order = "hopper mma reference"
     elif p.device == "cuda" and p.direction == "backward":
-        narrow, short = widest <= _TRITON_BACKWARD_COLUMNS, isinstance(answer("mma"), ShortPlan)
+        narrow, short = _is_backward_for_triton(p), isinstance(answer("mma"), ShortPlan)
         order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
         order = "mma hopper triton sdpa reference" if short else order
     elif p.device == "cuda" and not asks_for_mma and _is_soon_done(p, answer("mma")):

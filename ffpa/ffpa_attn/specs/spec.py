@@ -84,7 +84,7 @@ class ForwardMmaKeys(KernelSpec):
     D_v up to `columns`.
     """
 
-    allowed_spill_bytes = 128  # on GPUs before sm_89, where conversions take registers
+    allowed_spill_bytes = 144  # on GPUs before sm_89, where conversions take registers
     e4m3, own_rings, streamed = True, False, False  # as levels.py asks of each spec
 
     dtype: str
@@ -151,9 +151,8 @@ class BackwardWgmmaScores(KernelSpec):
     """This kernel writes P and dS to the workspace; one spec serves every head dim."""
 
     arch = "sm_90a"
-    # A third of these spills is live across a product of 128 accumulators beside 64 packed values; the others are of
-    # softcaps, and of the warp that finds tiles.
-    allowed_spill_bytes = 320
+    # Most of these spills wait while rules are applied, once a tile; the others are of the warp that finds tiles.
+    allowed_spill_bytes = 576
 
     dtype: str
 

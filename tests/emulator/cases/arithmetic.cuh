@@ -40,6 +40,12 @@ FFPA_KERNEL(32, 1) void mul_rn_kernel(const uint32_t* input, uint32_t* output) {
   }
 }
 
+FFPA_KERNEL(32, 1) void moved_bits_kernel(const uint32_t* input, uint32_t* output) {
+  for (int i = ptx::lane_id(); i < 32 * kValues; i += 32) {
+    ptx::st_global_4(output + i, ptx::moved_bits(float_from_bits(ptx::ld_global_4(input + i))));
+  }
+}
+
 // Converts every value that 16 bits can hold. NaNs become canonical, because the manual leaves their bits open.
 template <class Element>
 FFPA_KERNEL(1024, 1)
@@ -103,6 +109,7 @@ inline std::vector<Case> arithmetic_cases() {
       warp_case<multiply_kernel<Half>>("multiply/f16", Input::kBits, 2 * kValues, kValues),
       warp_case<multiply_kernel<BFloat16>>("multiply/bf16", Input::kBits, 2 * kValues, kValues),
       warp_case<mul_rn_kernel>("mul_rn", Input::kFloats, 3 * kValues, kValues),
+      warp_case<moved_bits_kernel>("moved_bits", Input::kBits, kValues, kValues),
       {"unpack/f16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<Half>, 1024, 0>},
       {"unpack/bf16", 80, Input::kBits, 1, 65536, 0, run_kernel<unpack_kernel<BFloat16>, 1024, 0>},
       {"halves_of_e4m3", 80, Input::kBits, 1, 2 * 65536, 0, run_kernel<halves_of_e4m3_kernel, 1024, 0>},
