@@ -168,7 +168,7 @@ class TestSmallHeadDims:
             ({"packed": (8192, 8192)}, "hopper"),
             ({"packed": (32768, 32768), "batch": 256, "heads_q": 1, "heads_kv": 1}, "hopper"),
             ({"d_qk": 264, "packed": (256, 256)}, "hopper"),  # few row tiles, whose keys it cuts
-            ({"mask": "bool"}, "triton"),
+            ({"mask": "bool"}, "hopper"),
             ({"mask": "bool", "d_qk": 256}, "hopper"),
             ({"d_qk": 64, "d_v": 64, "visibility": Visibility(-1, 0, False)}, "sdpa"),
             ({"d_qk": 64, "d_v": 64, "needs_lse": True}, "triton"),
@@ -206,6 +206,9 @@ class TestSmallHeadDims:
             ({"d_qk": 264, "n_q": 129, "n_k": 1}, "mma"),  # all keys are in one tile
             ({"mask": "bool", "n_q": 8}, "mma"),  # few rows
             ({"mask": "bool", "n_q": 300, "n_k": 300, "batch": 1, "heads_q": 4, "heads_kv": 4}, "triton"),
+            ({"mask": "bool", "n_q": 1024, "n_k": 1024}, "hopper"),
+            ({"mask": "bool", "n_q": 1024, "n_k": 1024, "d_qk": 64, "d_v": 64}, "triton"),
+            ({"mask": "additive", "n_q": 1024, "n_k": 1024}, "triton"),
             ({"d_qk": 264, "n_q": 256}, "hopper"),  # few row tiles
             ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # its tiles would have few rows
             ({"d_qk": 264, "arch": "sm_80"}, "mma"),

@@ -168,6 +168,13 @@ def _is_for_cudnn(p: Problem, widest: int, of_hopper: Plan | str) -> bool:
     return p.group == 1 and (widest <= 64 or (widest <= 192 and tiles <= multiprocessors))
 
 
+def _is_mask_for_triton(p: Problem, widest: int) -> bool:
+    """Says whether Triton's forward is the fastest up to 128 columns as there is a mask. With more than 64, wgmma takes 0.7
+    of its time beside a bool mask of many keys; additive masks may have 32 bits, which wgmma reads slowly.
+    """
+    return p.mask == "additive" or (p.mask == "bool" and (widest <= 64 or p.n_k < _LEAST_KEYS_BESIDE_RULES))
+
+
 def _leaves_half_idle(p: Problem, of_hopper: Plan | str) -> bool:
     """Says whether the row tiles leave half of the GPU idle, and the keys that they see are worth a merge."""
     cuts_keys = isinstance(of_hopper, FusedPlan) and of_hopper.parts.count > 1 and p.n_k >= _LEAST_KEYS_TO_CUT
@@ -207,7 +214,7 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     elif p.arch != "sm_90":
         order = "hopper sdpa mma reference" if widest > 192 else "hopper mma sdpa reference"
     else:
-        narrow = (widest <= 64 and _is_for_triton(p)) or (widest <= 128 and p.mask)
+        narrow = (widest <= 64 and _is_for_triton(p)) or (widest <= 128 and _is_mask_for_triton(p, widest))
         ours = "triton hopper mma" if narrow else "hopper triton mma"
         of_hopper = answer("hopper")
         few = _has_few_rows(p, widest) or _leaves_half_idle(p, of_hopper)
