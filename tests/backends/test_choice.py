@@ -208,6 +208,7 @@ class TestSmallHeadDims:
             ({"mask": "bool", "n_q": 300, "n_k": 300, "batch": 1, "heads_q": 4, "heads_kv": 4}, "triton"),
             ({"mask": "bool", "n_q": 1024, "n_k": 1024}, "hopper"),
             ({"mask": "bool", "n_q": 1024, "n_k": 1024, "d_qk": 64, "d_v": 64}, "triton"),
+            ({"mask": "16-bit additive", "n_q": 1024, "n_k": 1024}, "hopper"),
             ({"mask": "additive", "n_q": 1024, "n_k": 1024}, "triton"),
             ({"d_qk": 264, "n_q": 256}, "hopper"),  # few row tiles
             ({"d_qk": 264, "n_q": 1, "batch": 16, "heads_kv": 4}, "mma"),  # its tiles would have few rows
@@ -222,6 +223,7 @@ class TestSmallHeadDims:
             ({"direction": "backward", "softcap": 30.0, "n_k": 1024}, "hopper"),
             ({"direction": "backward", "softcap": 30.0, "n_k": 1023}, "triton"),
             ({"direction": "backward", "softcap": 30.0, "n_k": 1024, "packed": (2000, 2000)}, "triton"),
+            ({"direction": "backward", "mask": "16-bit additive", "n_k": 1024}, "hopper"),
             ({"direction": "backward", "mask": "additive", "softcap": 30.0, "n_k": 1024}, "triton"),
             ({"direction": "backward", "mask": "bool", "n_k": 1024, "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch

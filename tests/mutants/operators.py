@@ -79,7 +79,7 @@ MUTANTS = [
     *edits_in(
         "operators/ops.py",
         "tests/operators/test_sinks.py",
-        ("what a mask adds is in the largest scores", 'if form.largest and arguments.mask_kind(form.mask) == "additive":', "if False:"),
+        ("what a mask adds is in the largest scores", 'if form.largest and arguments.is_added(form.mask):', "if False:"),
         ("the largest scores have the pairs that a mask hides", "torch.ne(mask, -math.inf, out", "torch.eq(mask, mask, out"),
         ("sinks of 16 bits are read as they are", "sinks.to(torch.float32).contiguous()", "sinks.contiguous()"),
         ("8-bit floats: sinks left out", "Dense(sinks=sinks, largest=largest)\n    key", "Dense(largest=largest)\n    key"),

@@ -111,10 +111,10 @@ _LEAST_KEYS_BESIDE_RULES = (
 
 
 def _is_backward_for_triton(p: Problem) -> bool:
-    """Says whether Triton's backward is the fastest. A bool mask or a softcap halves its speed; on wgmma a fifth is lost at
-    most (D = 64 and 128, 1,024 and 4,096 keys, H200). Additive masks may have 32 bits, which wgmma reads slowly.
+    """Says whether Triton's backward is the fastest. A mask or a softcap halves its speed; on wgmma a fifth is lost at
+    most (D = 64 and 128, 1,024 and 4,096 keys, H200), but masks of 32 bits are read slowly there.
     """
-    rules = p.mask != "additive" and (p.mask == "bool" or p.softcap > 0)
+    rules = p.mask != "additive" and (p.mask or p.softcap > 0)
     many_keys = p.n_k >= _LEAST_KEYS_BESIDE_RULES and not p.packed
     return max(p.d_qk, p.d_v) <= _TRITON_BACKWARD_COLUMNS and not (p.arch == "sm_90" and rules and many_keys)
 
@@ -170,9 +170,9 @@ def _is_for_cudnn(p: Problem, widest: int, of_hopper: Plan | str) -> bool:
 
 def _is_mask_for_triton(p: Problem, widest: int) -> bool:
     """Says whether Triton's forward is the fastest up to 128 columns as there is a mask. With more than 64, wgmma takes 0.7
-    of its time beside a bool mask of many keys; additive masks may have 32 bits, which wgmma reads slowly.
+    of its time beside a bool mask of many keys, and 0.95 beside one of 16 bits that is added.
     """
-    return p.mask == "additive" or (p.mask == "bool" and (widest <= 64 or p.n_k < _LEAST_KEYS_BESIDE_RULES))
+    return bool(p.mask) and (p.mask == "additive" or widest <= 64 or p.n_k < _LEAST_KEYS_BESIDE_RULES)
 
 
 def _leaves_half_idle(p: Problem, of_hopper: Plan | str) -> bool:

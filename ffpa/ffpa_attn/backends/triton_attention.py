@@ -30,7 +30,7 @@ _MOST_POSITIONS = 2**29  # rows and keys: twice their sum is counted in 32 bits
 _MOST_ROWS = 128  # rows of a tile
 _SLACK_BYTES = 1 << 10
 # Bytes of an element in stages, float32's: elements below 4 bytes are not copied there.
-_MASK_BYTES = {None: 0, "bool": 0, "additive": 4}
+_MASK_BYTES = {None: 0, "bool": 0, "16-bit additive": 4, "additive": 4}
 _FAR_PROGRAMS = 512  # about so many programs look for far rows, and share what there are
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30  # beyond these all scores are 0, or as they are without a cap
 

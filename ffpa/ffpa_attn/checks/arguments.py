@@ -16,7 +16,8 @@ from .memory_checks import is_expanded
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _LARGEST = 3.4028234663852886e38  # the largest float32: scores are kept in that type
-_KINDS = {torch.bool: "bool", torch.float16: "additive", torch.bfloat16: "additive", torch.float32: "additive"}
+_OF_16_BITS = "16-bit additive"
+_KINDS = {torch.bool: "bool", torch.float16: _OF_16_BITS, torch.bfloat16: _OF_16_BITS, torch.float32: "additive"}
 _FARTHEST = 2**31 - 1  # no key is farther away
 _MOST_ROWS = 2**63 - 1  # the largest number that an operator's int holds
 _SYMBOLS = (torch.SymBool, torch.SymFloat, torch.SymInt)
@@ -360,6 +361,11 @@ def sinks(x, q, heads: int, of: str = "q") -> None:
 
 def mask_kind(mask) -> str | None:
     return None if mask is None else _KINDS[mask.dtype]
+
+
+def is_added(mask) -> bool:
+    """Says whether there is a mask that adds to scores."""
+    return mask_kind(mask) not in (None, "bool")
 
 
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:

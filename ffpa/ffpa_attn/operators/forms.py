@@ -344,6 +344,6 @@ def describe(
         q.shape[-1], v.shape[-1], form.packed(q, k), visibility(options), scale, float(get("softcap", 0.0)), mask,
         get("return_lse", True), get("level"), get("acc", "f32"), get("num_stages"),
         values_in_keys=values_in_keys(k, v) and (form.pages is None or form.have_one_scale), copied=out is not None or form.layout != "BHND" or not q.is_contiguous(),
-        sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and mask != "additive",
+        sinks=is_forward and form.sinks is not None, largest=is_forward and form.largest and not arguments.is_added(form.mask),
         pages=form.pages and (k.shape[1], form.pages.entries), cache=_cache(q, k, v),
     )  # fmt: skip

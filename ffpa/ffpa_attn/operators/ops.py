@@ -166,7 +166,7 @@ def fresh_result(plan: Plan, q, k, v) -> torch.Tensor | None:
 
 
 def _forward(form, q, k, v, out, options):
-    if form.largest and arguments.mask_kind(form.mask) == "additive":
+    if form.largest and arguments.is_added(form.mask):
         return _forward_of_added_mask(form, q, k, v, out, options)
     key, plan = _checked(form, q, k, v, out, options)
     try:

@@ -79,7 +79,7 @@ class Problem(NamedTuple):
     visibility: Visibility
     scale: float
     softcap: float
-    mask: str | None  # None | "bool" | "additive"
+    mask: str | None  # None | "bool" | "16-bit additive" | "additive"
     needs_lse: bool
     level: int | None
     acc: str
