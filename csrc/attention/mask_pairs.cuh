@@ -15,6 +15,9 @@
 
 namespace ffpa {
 
+// Says whether the call has a mask that adds to scores.
+FFPA_DEVICE bool is_added(const MaskView& mask) { return mask.kind > MaskKind::kBool; }
+
 // Says whether the call has a mask that can be read so. Masks of 32 bits would take two words a pair.
 FFPA_DEVICE bool has_mask_pairs(const MaskView& mask) {
   if (mask.kind == MaskKind::kNone || mask.kind == MaskKind::kFloat) return false;
@@ -56,19 +59,17 @@ class MaskPairs {
     }
   }
 
-  // Adds the mask to numbers that are scores times `factor` and a constant, or makes -inf of those that it hides,
-  // whatever they are.
+  // Adds the mask to scores, or makes -inf of those that it hides, whatever they are. A bool mask may have products,
+  // too.
   template <int kN>
-  FFPA_DEVICE void add_to(float (&numbers)[1][kN][4], const uint32_t (&words)[kN * 2], float factor) const {
+  FFPA_DEVICE void add_to(float (&numbers)[1][kN][4], const uint32_t (&words)[kN * 2]) const {
     const auto for_each = [&](const auto& masked) {
       FFPA_UNROLL
       for (int i = 0; i < kN * 2; ++i) {
         masked(reinterpret_cast<float (&)[2]>(numbers[0][i / 2][i % 2 * 2]), words[i]);
       }
     };
-    const auto add = [factor](float& number, float mask) {
-      number = mask == -kInfinity ? mask : number + mask * factor;
-    };
+    const auto add = [](float& number, float mask) { number = mask == -kInfinity ? mask : number + mask; };
     if (kind_ == MaskKind::kBool) {
       for_each([](float (&pair)[2], uint32_t word) {
         if ((word & 0x00ff) == 0) pair[0] = -kInfinity;
@@ -121,7 +122,7 @@ class MaskAhead {
 
   // Adds them to the scores of a step, and says whether they are there.
   FFPA_DEVICE bool add_to(float (&scores)[1][kN][4], int step) const {
-    if (is_there_) pairs_.add_to(scores, words_[step], 1);
+    if (is_there_) pairs_.add_to(scores, words_[step]);
     return is_there_;
   }
 
@@ -157,7 +158,7 @@ FFPA_DEVICE void add_mask_pairs(float (&scores)[kM][kN][4], const MaskView& mask
       constexpr int kCount = decltype(count)::value;
       uint32_t words[kCount * 2];
       pairs.load(words, first);
-      pairs.add_to(reinterpret_cast<float (&)[1][kCount][4]>(scores[m][first]), words, 1);
+      pairs.add_to(reinterpret_cast<float (&)[1][kCount][4]>(scores[m][first]), words);
     };
     FFPA_UNROLL
     for (int first = 0; first + kMost <= kN; first += kMost) add(std::integral_constant<int, kMost>(), first);

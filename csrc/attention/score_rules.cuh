@@ -59,9 +59,9 @@ struct TanhAndSlope {
   }
 };
 
-// Says whether none of a warp's scores / softcap is large, which are products · factor. So it is almost always, as
-// softcaps are far beyond most scores: then all are without the exponential form, whose two special functions take
-// longer than all else; results have the same bits. NaN counts as either. All lanes get the same answer.
+// Says whether none of a warp's numbers, products · factor, is large. For scores / softcap that is almost always so, as
+// softcaps are far beyond most scores; then none needs the exponential form, whose two special functions take longer
+// than all else, and results have the same bits. NaN counts as either. All lanes get the same answer.
 template <int kM, int kN>
 FFPA_DEVICE bool are_small(const float (&products)[kM][kN][4], float factor = 1) {
   float most = 0;
@@ -93,7 +93,7 @@ FFPA_DEVICE void mask_scores(float (&scores)[kM][kN][4], const AttentionParams& 
   if constexpr (kRules == Rules::kWithoutMasks) return;
   if (mask.kind == MaskKind::kNone || ahead.add_to(scores, step)) return;
   if constexpr (kRules == Rules::kFast && std::is_same_v<Ahead, NoMaskAhead>) {
-    if (has_mask_pairs(mask) && key + kN * tile::kMmaN <= block.n_k()) {
+    if (has_mask_pairs(mask) && key % 2 == 0 && key + kN * tile::kMmaN <= block.n_k()) {
       add_mask_pairs<Fragments>(scores, mask, block, row, key, lane);
       return;
     }
@@ -163,7 +163,8 @@ FFPA_DEVICE void hide_unseen(float (&scores)[kM][kN][4], const Block& block, int
 FFPA_DEVICE bool are_raw(const AttentionParams& params) {
   return !(params.softcap > 0) && params.mask.kind <= MaskKind::kBool && params.score_factor > 0;
 }
-// Says the same of one tile, and that none of its products are hidden, if all rows see its keys where `all_seen`.
+// Says whether the products of one tile need no more than that, and none of them is hidden; `all_seen` says that all
+// rows see its keys.
 FFPA_DEVICE bool are_plain(const AttentionParams& params, bool all_seen) {
   return are_raw(params) && params.mask.kind == MaskKind::kNone && all_seen;
 }
@@ -174,9 +175,9 @@ FFPA_DEVICE void scale_and_cap(float (&scores)[kM][kN][4], const AttentionParams
   if (params.softcap > 0) {
     const float factor = params.score_factor * scale;
     if (kRules != Rules::kInFewRegisters && are_small(scores, factor)) {
-      for_each_score(scores, [&](float& x) { x = params.softcap * small_tanh(ptx::mul_rn(x, factor)); });
+      for_each_score(scores, [&](float& x) { x = ptx::mul_rn(params.softcap, small_tanh(ptx::mul_rn(x, factor))); });
     } else {
-      for_each_score(scores, [&](float& x) { x = params.softcap * tanh_of(ptx::mul_rn(x, factor)); });
+      for_each_score(scores, [&](float& x) { x = ptx::mul_rn(params.softcap, tanh_of(ptx::mul_rn(x, factor))); });
     }
   } else {
     for_each_score(scores, [&](float& score) { score = ptx::mul_rn(score, params.scale * scale); });

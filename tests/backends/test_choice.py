@@ -224,7 +224,9 @@ class TestSmallHeadDims:
             ({"direction": "backward", "softcap": 30.0, "n_k": 1023}, "triton"),
             ({"direction": "backward", "softcap": 30.0, "n_k": 1024, "packed": (2000, 2000)}, "triton"),
             ({"direction": "backward", "mask": "16-bit additive", "n_k": 1024}, "hopper"),
-            ({"direction": "backward", "mask": "additive", "softcap": 30.0, "n_k": 1024}, "triton"),
+            ({"direction": "backward", "mask": "16-bit additive", "softcap": 30.0, "n_k": 1024}, "triton"),
+            ({"direction": "backward", "mask": "bool", "softcap": 30.0, "n_k": 1024}, "hopper"),
+            ({"direction": "backward", "mask": "additive", "n_k": 1024}, "triton"),
             ({"direction": "backward", "mask": "bool", "n_k": 1024, "arch": "sm_80"}, "triton"),
             ({"direction": "backward", "n_k": 128, "n_q": 128}, "mma"),  # one launch
             ({"direction": "backward", "n_k": 128, "n_q": 128, "d_qk": 512}, "mma"),

@@ -52,6 +52,7 @@ CASES = [
     *[Case(heads_q=2, heads_kv=1, n_q=40, n_k=200, d=d, d_v=d_v, dtype=F16) for d, d_v in ((576, 512), (576, 8), (520, 264), (512, 512), (328, 328), (328, 8), (400, 256), (512, 448))],
     *[Case(heads_q=2, heads_kv=1, n_q=40, n_k=300, d=512, mask=mask) for mask in ("bool", "bool-some-rows-empty", "additive", "additive-f32", "bias-by-head")],
     *[Case(heads_q=4, heads_kv=2, n_q=70, n_k=300, d=512, rule={"window": window, "align": align}, layout="BNHD") for window in ((100, 0), (0, 9), (-1, 20)) for align in ("bottom_right", "top_left")],
+    *[Case(heads_q=4, heads_kv=2, n_q=70, n_k=300, d=512, mask=mask, rule={"window": (99, 0)}) for mask in ("bool", "additive")],  # tiles begin at odd keys
     *[Case(heads_q=32, heads_kv=1, n_q=5, n_k=300, d=512, rule={"window": (left, 0)}) for left in (62, 63, 126, 127, 128)],
     Case(batch=2, heads_q=4, heads_kv=2, n_q=40, n_k=300, d=576, d_v=512, rule={"softcap": 5.0, "causal": True}),
     Case(heads_q=2, heads_kv=1, n_q=30, n_k=300, d=512, mask="additive", rule={"softcap": 5.0, "scale": -0.1}),

@@ -14,7 +14,10 @@ from ffpa_attn.testing import emulate
 from test_numerics import gradients, leaves, random_like
 
 # A kernel of each family: its backend, the GPU that is emulated, the head dim.
-FORWARDS = [("mma", "sm_80", 64), ("mma", "sm_80", 320), ("hopper", "sm_90a", 128), ("hopper", "sm_90a", 384)]
+FORWARDS = [
+    *(("mma", "sm_80", d) for d in (64, 320)),
+    *(("hopper", "sm_90a", d) for d in (128, 192, 256, 320, 384, 768)),
+]
 BACKWARDS = [("mma", "sm_80", 24), ("hopper", "sm_90a", 24)]
 BY_FAMILY = pytest.mark.parametrize("backend, arch, d", FORWARDS)
 BY_BACKWARD = pytest.mark.parametrize("backend, arch, d", BACKWARDS)
@@ -70,7 +73,7 @@ def test_masks_in_any_layout(backend, arch, d, dtype, kind, device, monkeypatch)
     want, want_lse = oracle.attention(q, k, v, mask=mask)
     compare.assert_close("out", got[0][0], want, compare.baseline(q, k, v, mask=mask)[0])
     compare.assert_lse_close("lse", got[0][1], want_lse, q, k, None)
-    assert all(map(torch.equal, got[0], other) for other in got)
+    assert all(torch.equal(*pair) for other in got for pair in zip(got[0], other, strict=True))
 
 
 @KINDS
@@ -108,34 +111,81 @@ def test_gradients_where_the_mask_hides_nan(backend, arch, d, kind, device, monk
         assert all(map(torch.equal, got[1:], want[1:]))  # dQ is NaN: 0 · NaN of K
 
 
+@KINDS
 @BY_FAMILY
-@pytest.mark.parametrize("n_k", [40, 300])
-def test_a_softcap_does_not_depend_on_other_rows(backend, arch, d, n_k, device, monkeypatch):
-    """Scores of one row are far beyond the softcap; the other rows have the bits that they have without it."""
-    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=n_k, d=d, rule={"softcap": 30.0})
-    q, k, v, _ = make_inputs(case, device)
-    large = q.clone()
-    large[:, :, 5] *= 100
+def test_a_mask_hides_nan(backend, arch, d, kind, device, monkeypatch):
+    """A key that the mask hides from all rows may hold anything, if V is finite."""
+    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=320, d=d, mask=kind)
+    q, k, v, mask = make_inputs(case, device)
+    hidden = torch.tensor([3, 100, 256, 319], device=device)
+    mask = mask.index_fill(3, hidden, False if kind == "bool" else -torch.inf)
     with running(backend, arch, device, monkeypatch):
-        rows = [ffpa_attn.ffpa(x, k, v, return_lse=True, **case.rule) for x in (q, large)]
-    others = torch.arange(40, device=device) != 5
-    for one, other in zip(*rows, strict=True):
-        assert torch.equal(one[:, :, others], other[:, :, others])
-        assert not torch.equal(one, other)
+        want, got = (
+            ffpa_attn.ffpa(q, x, v, mask=mask, return_lse=True) for x in (k, k.index_fill(2, hidden, torch.nan))
+        )
+    assert all(map(torch.equal, got, want)) and got[0].isfinite().all()
 
 
 @BY_BACKWARD
-@pytest.mark.parametrize("n_k", [40, 300])
-def test_gradients_of_a_softcap_do_not_depend_on_other_rows(backend, arch, d, n_k, device, monkeypatch):
-    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=n_k, d=d, rule={"softcap": 30.0})
+def test_masks_that_cancel_large_scores(backend, arch, d, device, monkeypatch):
+    """What is left of a score beside its mask is small, and so is the LSE: sums are rounded, and not logits."""
+    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=512, d=d, dtype=torch.bfloat16, rule={"scale": 1.0})
+    q, k, v, _ = make_inputs(case, device)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0] = k[..., 0] = 2.0**15
+    mask = torch.full((1, 1, 1, 512), -(2.0**30), dtype=torch.bfloat16, device=device)
+    out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True, scale=1.0)
+    g = random_like(out, 7)
+    with running(backend, arch, device, monkeypatch):
+        dv = torch.ops.ffpa_attn.backward(g, None, q, k, v, out, lse, mask, scale=1.0)[2]
+    want = (g.double().sum((1, 2), keepdim=True) / 512).expand_as(dv)
+    torch.testing.assert_close(dv.double(), want, rtol=2**-7, atol=1e-4)
+
+
+def of_one_large_row(case: Case, device):
+    """Returns q, and q with a row whose scores are far beyond the softcap, and k and v."""
     q, k, v, _ = make_inputs(case, device)
     large = q.clone()
     large[:, :, 5] *= 100
-    g = random_like(q, 7)
-    others = torch.arange(40, device=device) != 5
+    return (q, large), k, v
+
+
+OTHERS = [row for row in range(40) if row != 5]
+BY_KEYS = pytest.mark.parametrize("n_k", [40, 300])
+
+
+@DTYPES
+@BY_KEYS
+@BY_FAMILY
+def test_a_softcap_does_not_depend_on_other_rows(backend, arch, d, n_k, dtype, device, monkeypatch):
+    """Where one row is large, other rows have the bits that they have without it."""
+    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=n_k, d=d, dtype=dtype, rule={"softcap": 30.0})
+    qs, k, v = of_one_large_row(case, device)
+    with running(backend, arch, device, monkeypatch):
+        got = [ffpa_attn.ffpa(q, k, v, return_lse=True, **case.rule) for q in qs]
+    for q, (out, lse) in zip(qs, got, strict=True):
+        want, want_lse = oracle.attention(q, k, v, **case.rule)
+        compare.assert_close("out", out, want, compare.baseline(q, k, v, **case.rule)[0])
+        compare.assert_lse_close("lse", lse, want_lse, q, k, None)
+    assert all(torch.equal(x[:, :, OTHERS], y[:, :, OTHERS]) for x, y in zip(*got, strict=True))
+
+
+@DTYPES
+@BY_KEYS
+@BY_BACKWARD
+def test_gradients_of_a_softcap_do_not_depend_on_other_rows(backend, arch, d, n_k, dtype, device, monkeypatch):
+    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=n_k, d=d, dtype=dtype, rule={"softcap": 30.0})
+    qs, k, v = of_one_large_row(case, device)
     of_rows = []
-    for x in (q, large):
-        out, lse = ffpa_attn.ffpa(x, k, v, return_lse=True, **case.rule)
+    for q in qs:
+        out, lse = ffpa_attn.ffpa(q, k, v, return_lse=True, **case.rule)
+        grads = random_like(out, 7), random_like(lse, 8)
         with running(backend, arch, device, monkeypatch):
-            of_rows.append(torch.ops.ffpa_attn.backward(g, None, x, k, v, out, lse, **case.rule)[0])
-    assert torch.equal(*(grad[:, :, others] for grad in of_rows)) and not torch.equal(*of_rows)
+            got = torch.ops.ffpa_attn.backward(*grads, q, k, v, out, lse, **case.rule)[:3]
+        oracles, bases = leaves(q, k, v), leaves(q, k, v)
+        want = gradients(oracle.attention(*oracles, **case.rule), grads, oracles)
+        base = gradients(compare.baseline(*bases, **case.rule), grads, bases)
+        for name, *numbers in zip("qkv", got, want, base, strict=True):
+            compare.assert_close(f"d{name}", *numbers)
+        of_rows.append(got[0][:, :, OTHERS])
+    assert torch.equal(*of_rows)

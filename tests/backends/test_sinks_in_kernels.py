@@ -172,7 +172,8 @@ def test_masks_softcap_and_signs(kernel):
     mask[:, 1, 7:9] = False
     mask[:, 3] = False  # a head without a visible pair
     plan = kernel.plan(F16)
-    check(run(kernel, plan, q, k, v, everything(-0.05), mask), q, k, v, {"scale": -0.05}, mask)
+    for scale in (0.05, -0.05):
+        check(run(kernel, plan, q, k, v, everything(scale), mask), q, k, v, {"scale": scale}, mask)
     check(run(kernel, plan, q, k, v, everything(0.05, 4.0), mask), q, k, v, {"scale": 0.05}, mask, 4.0)
 
 

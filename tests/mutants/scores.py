@@ -27,7 +27,23 @@ MUTANTS = [
         ("pairs: the first head for all", "at.head * mask.head_stride", "0 * mask.head_stride"),
         ("pairs: tiles ahead have the first tile's", "rows_[0] + keys, rows_[1] + keys", "rows_[0], rows_[1]"),
         ("pairs: keys past the end ahead", "is_there_ = key + kSteps * kN * tile::kMmaN <= keys_;", "is_there_ = key < keys_;"),
-        only=" and masks",
+        ("pairs: rows past the last one", "min_of(at.row, block.n_q() - 1)", "at.row"),
+        only=" and mask",
+    ),
+    *score_rules(
+        "csrc/attention/score_rules.cuh",
+        ("softcap: large scores are small where another is", "most = larger_of(most, ", "most = smaller_of(most, "),
+        only=" and softcap",
+    ),
+    *score_rules(
+        "csrc/attention/backward/pairs.cuh",
+        ("softcap: small scores without a slope", "slopes_of_pair[e] = of_score.slope * kSlopes<Element>;", "slopes_of_pair[e] = kSlopes<Element>;"),
+        only=" and softcap",
+    ),
+    *edits_in(
+        "csrc/attention/score_rules.cuh",
+        "tests/backends/test_latent.py -k 'mask and window and not cuda'",
+        ("pairs: tiles that begin at odd keys", " && key % 2 == 0", ""),
     ),
     *score_rules(
         "csrc/attention/score_rules.cuh",
@@ -38,6 +54,7 @@ MUTANTS = [
         "csrc/attention/backward/wgmma_scores.cuh",
         ("backward scores: words of keys past the end", "mask_has_words && tile.first_key() + kKeyTile <= tile.n_k()", "mask_has_words"),
         ("backward scores: words of the box before", "words[(box + 1) % 2], fragment + kBoxFragments", "words[(box + 1) % 2], fragment"),
+        ("backward scores: masks are added to rounded logits", "if (is_added(attention_.mask)) {", "if (false) {"),
         ("backward scores: large scores are small", "few_rules && are_small(pairs_of<kKeyTile / 8>(sums, 0), attention_.score_factor)", "few_rules"),
     ),
     *score_rules(

@@ -76,7 +76,8 @@ FFPA_DEVICE bool none_blind(const float (&lse2)[2]) {
 template <class Element>
 inline constexpr float kSlopes = std::is_same_v<Element, Half> ? 0x1p15f : 1;
 
-// Turns raw products into linear exponents of P, in place, but for hidden pairs.
+// Turns products, or scores, into linear exponents of P, in place: `factor` makes logits of them. Hidden pairs are for
+// hide_pairs().
 template <class Element, int kN>
 FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const float (&lse2)[2]) {
   FFPA_UNROLL
@@ -86,8 +87,8 @@ FFPA_DEVICE void linear_exponents(float (&scores)[1][kN][4], float factor, const
   }
 }
 
-// Does the same where there is a softcap and all are small; and writes its slopes to `slopes`. The bits are those of
-// exponents_by_rules().
+// Does the same to raw products where there is a softcap and all scores are small; and writes its slopes to `slopes`.
+// The bits are those of exponents_by_rules().
 template <class Element, int kN>
 FFPA_DEVICE void capped_exponents(float (&scores)[1][kN][4], const AttentionParams& attention, const float (&lse2)[2],
                                   uint32_t* slopes) {

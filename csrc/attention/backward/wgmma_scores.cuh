@@ -230,8 +230,7 @@ class BackwardWgmmaScores {
           auto& exponents = pairs_of<kBoxFragments>(sums, fragment);
           tile::PackedRows slopes = {};
           if (has_words && box + 1 < kBoxes) mask.load(words[(box + 1) % 2], fragment + kBoxFragments);
-          to_exponents(exponents, slopes);
-          if (has_words) mask.add_to(exponents, words[box % 2], kLog2e);
+          to_exponents(exponents, words[box % 2], slopes);
           if (!all_seen) {
             hide_pairs(exponents, tile, tile.first_row() + row, tile.first_key() + fragment * 8, lse2, lane_);
           }
@@ -242,12 +241,20 @@ class BackwardWgmmaScores {
         }
       };
       if (few_rules && !capped) {
-        finish_p_of_boxes([&](auto& exponents, tile::PackedRows&) {
-          linear_exponents<Element>(exponents, attention_.score_factor, lse2);
+        finish_p_of_boxes([&](auto& scores, const Words& of_box, tile::PackedRows&) {
+          if (is_added(attention_.mask)) {  // scores are rounded before masks are added, as they may cancel each other
+            for_each_score(scores, [&](float& score) { score = ptx::mul_rn(score, attention_.scale); });
+            mask.add_to(scores, of_box);
+            linear_exponents<Element>(scores, kLog2e, lse2);
+          } else {
+            linear_exponents<Element>(scores, attention_.score_factor, lse2);
+            if (has_words) mask.add_to(scores, of_box);
+          }
         });
       } else if (few_rules && are_small(pairs_of<kKeyTile / 8>(sums, 0), attention_.score_factor)) {
-        finish_p_of_boxes([&](auto& exponents, tile::PackedRows& slopes) {
-          capped_exponents<Element>(exponents, attention_, lse2, slopes);
+        finish_p_of_boxes([&](auto& scores, const Words& of_box, tile::PackedRows& slopes) {
+          capped_exponents<Element>(scores, attention_, lse2, slopes);
+          if (has_words) mask.add_to(scores, of_box);
         });
       } else {
         finish_p_by_rules(tile, row, all_seen, all_count, lse2, sums);
@@ -277,9 +284,9 @@ class BackwardWgmmaScores {
 
   // Says whether no row is far, and the mask, if there is one, comes in words; beside a softcap it only hides pairs.
   FFPA_DEVICE bool rules_are_few(const float (&lse2)[2], bool has_words) const {
-    const MaskKind kind = attention_.mask.kind;
-    const bool hides = kind == MaskKind::kBool || !(attention_.softcap > 0);
-    return none_far(lse2) && (kind == MaskKind::kNone || (has_words && hides));
+    const bool is_masked = attention_.mask.kind != MaskKind::kNone;
+    const bool is_few = has_words && !(is_added(attention_.mask) && attention_.softcap > 0);
+    return none_far(lse2) && (!is_masked || is_few);
   }
 
   // Turns raw products into P by all rules, packed. For each part of the fragments, P lies in the first half of the

@@ -111,10 +111,11 @@ _LEAST_KEYS_BESIDE_RULES = (
 
 
 def _is_backward_for_triton(p: Problem) -> bool:
-    """Says whether Triton's backward is the fastest. A mask or a softcap halves its speed; on wgmma a fifth is lost at
-    most (D = 64 and 128, 1,024 and 4,096 keys, H200), but masks of 32 bits are read slowly there.
+    """Says whether Triton's backward is the fastest. A mask or a softcap takes half of its speed or more, and up to a quarter
+    of wgmma's (D = 64 and 128, 1,024 and 4,096 keys, H200), which reads masks of 32 bits slowly, and those of 16 bits
+    beside a softcap.
     """
-    rules = p.mask != "additive" and (p.mask or p.softcap > 0)
+    rules = p.mask == "bool" or (p.mask == "16-bit additive" and not p.softcap) or (not p.mask and p.softcap > 0)
     many_keys = p.n_k >= _LEAST_KEYS_BESIDE_RULES and not p.packed
     return max(p.d_qk, p.d_v) <= _TRITON_BACKWARD_COLUMNS and not (p.arch == "sm_90" and rules and many_keys)
 
@@ -204,8 +205,10 @@ def _by_speed(p: Problem, flags: Flags, answer: Callable[[str], Plan | str]) -> 
     elif p.pages:
         order = "hopper mma reference"
     elif p.device == "cuda" and p.direction == "backward":
-        narrow, short = _is_backward_for_triton(p), isinstance(answer("mma"), ShortPlan)
-        order = "triton hopper mma sdpa reference" if narrow else "hopper mma triton sdpa reference"
+        for_triton, short = _is_backward_for_triton(p), isinstance(answer("mma"), ShortPlan)
+        wide = widest > _TRITON_BACKWARD_COLUMNS
+        order = "hopper mma triton sdpa reference" if wide else "hopper triton mma sdpa reference"
+        order = "triton hopper mma sdpa reference" if for_triton else order
         order = "mma hopper triton sdpa reference" if short else order
     elif p.device == "cuda" and not asks_for_mma and _is_soon_done(p, answer("mma")):
         order = "mma hopper sdpa triton reference"
