@@ -94,17 +94,22 @@ def test_gradients_of_masks_in_any_layout(backend, arch, d, dtype, kind, device,
             compare.assert_close(f"d{name}", *numbers)
 
 
+def with_hidden_keys(d: int, kind: str, device):
+    """Returns q, k, v and a mask that hides some keys from all rows, and a function that makes NaN of these keys."""
+    q, k, v, mask = make_inputs(Case(heads_q=2, heads_kv=1, n_q=40, n_k=320, d=d, mask=kind), device)
+    hidden = torch.tensor([3, 100, 256, 319], device=device)
+    mask = mask.index_fill(3, hidden, False if kind == "bool" else -torch.inf)
+    return (q, k, v, mask), lambda x: x.index_fill(2, hidden, torch.nan)
+
+
 @KINDS
 @BY_BACKWARD
 def test_gradients_where_the_mask_hides_nan(backend, arch, d, kind, device, monkeypatch):
     """A key that the mask hides from all rows may hold anything."""
-    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=320, d=d, mask=kind)
-    q, k, v, mask = make_inputs(case, device)
-    hidden = torch.tensor([3, 100, 256, 319], device=device)
-    mask = mask.index_fill(3, hidden, False if kind == "bool" else -torch.inf)
+    (q, k, v, mask), poison = with_hidden_keys(d, kind, device)
     out, lse = ffpa_attn.ffpa(q, k, v, mask=mask, return_lse=True)
     g = random_like(out, 7)
-    poisoned = k.index_fill(2, hidden, torch.nan), v.index_fill(2, hidden, torch.nan)
+    poisoned = poison(k), poison(v)
     for one in layouts(mask):
         with running(backend, arch, device, monkeypatch):
             want, got = (torch.ops.ffpa_attn.backward(g, None, q, *kv, out, lse, one)[:3] for kv in ((k, v), poisoned))
@@ -115,14 +120,9 @@ def test_gradients_where_the_mask_hides_nan(backend, arch, d, kind, device, monk
 @BY_FAMILY
 def test_a_mask_hides_nan(backend, arch, d, kind, device, monkeypatch):
     """A key that the mask hides from all rows may hold anything, if V is finite."""
-    case = Case(heads_q=2, heads_kv=1, n_q=40, n_k=320, d=d, mask=kind)
-    q, k, v, mask = make_inputs(case, device)
-    hidden = torch.tensor([3, 100, 256, 319], device=device)
-    mask = mask.index_fill(3, hidden, False if kind == "bool" else -torch.inf)
+    (q, k, v, mask), poison = with_hidden_keys(d, kind, device)
     with running(backend, arch, device, monkeypatch):
-        want, got = (
-            ffpa_attn.ffpa(q, x, v, mask=mask, return_lse=True) for x in (k, k.index_fill(2, hidden, torch.nan))
-        )
+        want, got = (ffpa_attn.ffpa(q, x, v, mask=mask, return_lse=True) for x in (k, poison(k)))
     assert all(map(torch.equal, got, want)) and got[0].isfinite().all()
 
 
